@@ -1,0 +1,101 @@
+"""Everything pimm_ray raises on purpose. `PimmRayError` is the base; where a builtin fits, the error is one too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+__all__ = [
+    "CheckpointNotFound",
+    "CheckpointVersionError",
+    "CorruptCheckpoint",
+    "DataChanged",
+    "IncompleteCheckpoint",
+    "PimmRayError",
+    "RankMissing",
+    "RemoteRankError",
+    "StateMismatch",
+    "StorageError",
+    "UnsafeCheckpoint",
+    "UnstorableState",
+    "WeightsError",
+    "WorldSizeError",
+]
+
+
+class PimmRayError(Exception):
+    """Base of all errors of this package."""
+
+
+class CheckpointNotFound(PimmRayError, FileNotFoundError):
+    """An explicitly named checkpoint does not exist."""
+
+
+class IncompleteCheckpoint(PimmRayError):
+    """The folder exists but holds no valid `.complete`: its save never finished."""
+
+
+class CorruptCheckpoint(PimmRayError):
+    """Bytes on disk are not the bytes that were saved. `.file`, `.expected` and `.found` say where."""
+
+    def __init__(self, message: str, *, file: str = "", expected: object = None, found: object = None):
+        super().__init__(message)
+        self.file, self.expected, self.found = file, expected, found
+
+
+class UnsafeCheckpoint(PimmRayError):
+    """Reading this would need pickle, or it names a path outside its own folder."""
+
+
+class UnstorableState(PimmRayError, TypeError):
+    """A leaf of the state cannot be stored without pickle. `.key` is its path."""
+
+    def __init__(self, message: str, *, key: str = ""):
+        super().__init__(message)
+        self.key = key
+
+
+class CheckpointVersionError(PimmRayError):
+    """The checkpoint's schema or version is not one this release reads."""
+
+
+class StateMismatch(PimmRayError):
+    """What the checkpoint holds does not fit the objects to be restored. Leaf paths in `.missing`, `.unexpected`, `.shapes`."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: Iterable[str] = (),
+        unexpected: Iterable[str] = (),
+        shapes: Mapping[str, object] | None = None,
+    ):
+        super().__init__(message)
+        self.missing, self.unexpected, self.shapes = list(missing), list(unexpected), dict(shapes or {})
+
+
+class StorageError(PimmRayError, OSError):
+    """Reading or writing the storage failed."""
+
+
+class WorldSizeError(PimmRayError, ValueError):
+    """The number of workers changed and the policy says to fail."""
+
+
+class DataChanged(PimmRayError, ValueError):
+    """The data set or its loader changed and the policy says to fail."""
+
+
+class WeightsError(PimmRayError):
+    """A weights file cannot be used."""
+
+
+class RankMissing(PimmRayError, TimeoutError):
+    """One or more ranks did not come to a point that all must reach. `.ranks` names them."""
+
+    def __init__(self, message: str, *, ranks: Iterable[int] = ()):
+        super().__init__(message)
+        self.ranks = list(ranks)
+
+
+class RemoteRankError(PimmRayError, RuntimeError):
+    """Another rank failed with an error that is not one of ours; the text quotes it."""
