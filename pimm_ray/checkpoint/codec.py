@@ -1,0 +1,145 @@
+"""Python state to JSON plus tensors, and back exactly. Nothing here can run code from a checkpoint."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from pimm_ray.errors import CorruptCheckpoint, UnstorableState
+
+_TAG = "$"
+_MAX_DEPTH = 200
+_ARRAY_KINDS = "biufcSUmM"
+
+
+def encode(value: Any, key: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` as JSON. Tensors are put into `tensors` under their leaf path and referred to from there.
+
+    Stores None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict with any of these as keys,
+    OrderedDict, Counter, torch.Size, numpy arrays and scalars, and dense torch tensors.
+
+    Raises:
+        UnstorableState: any other type; the message names the leaf, `key` being the path of `value` itself.
+    """
+    return _encode(value, key, tensors, 0)
+
+
+def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The value that `encode` was given.
+
+    Raises:
+        CorruptCheckpoint: the document is not one that `encode` makes, or names a tensor that is not there.
+    """
+    try:
+        return _decode(document, tensors)
+    except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
+        raise CorruptCheckpoint(f"stored state cannot be decoded: {error!r}") from error
+
+
+def tensor_reference(key: str) -> dict[str, str]:
+    return {_TAG: "tensor", "key": key}
+
+
+def _encode(value: Any, key: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise UnstorableState(f"{key}: nested more than {_MAX_DEPTH} deep, or it contains itself", key=key)
+
+    def inner(item: Any, name: Any) -> Any:
+        return _encode(item, f"{key}.{name}", tensors, depth + 1)
+
+    def items(values: Any) -> list[Any]:
+        return [inner(item, i) for i, item in enumerate(values)]
+
+    def pairs(mapping: Mapping[Any, Any]) -> list[Any]:
+        return [[inner(k, "key"), inner(v, k)] for k, v in mapping.items()]
+
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else _tagged("float", str(value))
+    if kind is list:
+        return items(value)
+    if kind is dict:
+        if all(type(name) is str and name != _TAG for name in value):
+            return {name: inner(item, name) for name, item in value.items()}
+        return _tagged("dict", pairs(value))
+    if kind is OrderedDict:
+        return _tagged("OrderedDict", pairs(value))
+    if kind is Counter:
+        return _tagged("Counter", pairs(value))
+    if kind is tuple:
+        return _tagged("tuple", items(value))
+    if kind is torch.Size:
+        return _tagged("Size", list(value))
+    if kind in (set, frozenset):
+        return _tagged(kind.__name__, sorted(items(value), key=repr))
+    if kind is bytes:
+        return _tagged("bytes", _text(value))
+    if kind is complex:
+        return _tagged("complex", [inner(value.real, "real"), inner(value.imag, "imag")])
+    if isinstance(value, np.generic | np.ndarray):
+        if value.dtype.kind in _ARRAY_KINDS and isinstance(value, np.generic) | (kind is np.ndarray):
+            return {
+                **_tagged("scalar" if isinstance(value, np.generic) else "array", _text(value.tobytes())),
+                "dtype": value.dtype.str,
+                "shape": list(value.shape),
+            }
+        raise UnstorableState(f"{key}: numpy {kind.__name__} of {value.dtype} cannot be stored without pickle", key=key)
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            raise UnstorableState(f"{key}: only dense tensors with data can be stored, not {value.layout}", key=key)
+        name = key
+        while name in tensors:
+            name += "+"
+        tensors[name] = value.detach()
+        return tensor_reference(name)
+    raise UnstorableState(
+        f"{key}: {kind.__name__} cannot be stored without pickle; keep plain data there (numbers, strings, lists, "
+        "dicts, arrays, tensors), or give its owner a state_dict() of plain data",
+        key=key,
+    )
+
+
+def _decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(document, list):
+        return [_decode(item, tensors) for item in document]
+    if not isinstance(document, dict):
+        return document
+    if _TAG not in document:
+        return {name: _decode(item, tensors) for name, item in document.items()}
+    kind = document[_TAG]
+    if kind == "tensor":
+        return tensors[document["key"]]
+    stored = document["v"]
+    if kind == "float":
+        return float(stored)
+    if kind == "bytes":
+        return base64.b64decode(stored)
+    if kind in ("array", "scalar"):
+        dtype = np.dtype(stored_dtype := document["dtype"])
+        if dtype.kind not in _ARRAY_KINDS:
+            raise ValueError(f"dtype {stored_dtype!r}")
+        array = np.frombuffer(base64.b64decode(stored), dtype).reshape(document["shape"])
+        return array[()] if kind == "scalar" else array.copy()
+    value = _decode(stored, tensors)
+    if kind in ("dict", "OrderedDict", "Counter"):
+        plain = {key: item for key, item in value}
+        return {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[kind](plain)
+    if kind == "complex":
+        return complex(*value)
+    return {"tuple": tuple, "set": set, "frozenset": frozenset, "Size": torch.Size}[kind](value)
+
+
+def _tagged(kind: str, value: Any) -> dict[str, Any]:
+    return {_TAG: kind, "v": value}
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()

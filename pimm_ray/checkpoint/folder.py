@@ -1,0 +1,138 @@
+"""One checkpoint folder: every rank writes its share, rank 0 commits, and any process reads it back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+
+from pimm_ray.checkpoint import layout
+from pimm_ray.checkpoint.codec import decode, encode
+from pimm_ray.checkpoint.layout import FileEntry, Manifest
+from pimm_ray.checkpoint.shards import Piece, ShardIndex, spec_of, split_rows, split_whole, write_shard
+from pimm_ray.checkpoint.state import Snapshot
+from pimm_ray.checkpoint.store import Store
+from pimm_ray.errors import CorruptCheckpoint
+
+
+class Share:
+    """What one rank of `world` writes of a snapshot. Making it reads no tensor data and asks no other rank."""
+
+    def __init__(self, snapshot: Snapshot, own: Mapping[str, Any], *, rank: int, world: int):
+        self.snapshot, self.rank, self.world = snapshot, rank, world
+        self._own_tensors: dict[str, torch.Tensor] = {}
+        self._own = json.dumps(encode(dict(own), "rank", self._own_tensors))
+        specs = [spec_of(name, tensor) for name, tensor in sorted(snapshot.weights.items())]
+        parameters = [spec for spec in specs if spec.key in snapshot.parameters]
+        buffers = [spec for spec in specs if spec.key not in snapshot.parameters]
+        shares = split_whole(parameters, world, first=buffers)
+        self._trainer = split_rows([spec_of(key, tensor) for key, tensor in snapshot.trainer.items()], world)
+        self._state = [Piece(spec_of(key, tensor), -1, 0, 1) for key, tensor in snapshot.tensors.items()]
+        self._own_pieces = [Piece(spec_of(key, tensor), -1, 0, 1) for key, tensor in self._own_tensors.items()]
+        writers = [writer for writer in range(world) if shares[writer]] or [0]
+        self._weights = [
+            (layout.weights_file(i, len(writers)), writer, shares[writer]) for i, writer in enumerate(writers)
+        ]
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on all ranks exactly when their shares fit together to one whole."""
+        shares = [*(pieces for _, _, pieces in self._weights), *self._trainer]
+        plan = [[(piece.spec.key, piece.spec.shape, str(piece.spec.dtype)) for piece in share] for share in shares]
+        return xxhash.xxh3_64_hexdigest(json.dumps(plan))
+
+    def write(self, store: Store, id: str) -> list[FileEntry]:
+        """Write this rank's files into an existing folder. Rank 0's `state.json` is written by `write_state`."""
+        mark = {layout.ID_KEY: id}
+        entries = []
+        for name, writer, pieces in self._weights:
+            if writer == self.rank:
+                metadata = {"format": "pt", **mark}
+                entries.append(write_shard(store, name, pieces, self.snapshot.weights, metadata))
+        if self._trainer[self.rank]:
+            name = layout.trainer_file(self.rank)
+            pieces = self._trainer[self.rank]
+            entries.append(write_shard(store, name, pieces, self.snapshot.trainer, mark, distributed=True))
+        name, metadata = layout.rank_file(self.rank), {**mark, layout.DOCUMENT_KEY: self._own}
+        entries.append(write_shard(store, name, self._own_pieces, self._own_tensors, metadata))
+        return entries
+
+    def write_state(self, store: Store, id: str, document: Mapping[str, Any]) -> list[FileEntry]:
+        """Rank 0: write `state.json` and what belongs to it."""
+        text = json.dumps({"schema": layout.SCHEMA, "version": layout.VERSION, "id": id, **document}).encode()
+        entries = [store.write(layout.STATE, [text])]
+        if self._state:
+            mark = {layout.ID_KEY: id}
+            entries.append(write_shard(store, layout.STATE_TENSORS, self._state, self.snapshot.tensors, mark))
+        if len(self._weights) > 1:
+            held = {piece.spec: name.split("/")[1] for name, _, pieces in self._weights for piece in pieces}
+            weight_map = {spec.key: name for spec, name in held.items()}
+            total = sum(spec.bytes for spec in held)
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            entries.append(store.write(layout.WEIGHTS_INDEX, [json.dumps(index).encode()]))
+        return entries
+
+
+def prepare(store: Store) -> None:
+    """Rank 0, before any rank writes."""
+    store.make(layout.WEIGHTS, layout.TRAINER, layout.RANKS)
+
+
+def commit(store: Store, manifest: Manifest) -> None:
+    """Rank 0, when every rank has written: from here on the folder is a checkpoint. Killed before, it never was one."""
+    store.publish(layout.MARKER, manifest.to_json())
+
+
+def read_manifest(store: Store) -> Manifest:
+    """Raises FileNotFoundError when there is no marker, CorruptCheckpoint and others as `Manifest.parse`."""
+    data = store.read(layout.MARKER, limit=layout.MAX_DOCUMENT)
+    return Manifest.parse(data, path=store.full(layout.MARKER))
+
+
+def read_document(store: Store, id: str) -> dict[str, Any]:
+    """`state.json`, proven to belong to the checkpoint `id`."""
+    path = store.full(layout.STATE)
+    document = layout.parse_document(store.read(layout.STATE, limit=layout.MAX_DOCUMENT), path=path)
+    _same_id(store, layout.STATE, document.get("id"), id)
+    return document
+
+
+def read_snapshot(store: Store, manifest: Manifest, document: dict[str, Any]) -> Snapshot:
+    """The whole state, on the CPU. Who calls it: every rank that restores."""
+    names = [entry.path for entry in manifest.files if entry.path.endswith(".safetensors")]
+
+    def tensors(prefix: str) -> dict[str, torch.Tensor]:
+        index = ShardIndex(store, [name for name in names if name.startswith(prefix)])
+        for name, metadata in index.metadata.items():
+            _same_id(store, name, metadata.get(layout.ID_KEY), manifest.id)
+        return index.load()
+
+    return Snapshot(
+        weights=tensors(layout.WEIGHTS + "/"),
+        parameters=frozenset(),
+        trainer=tensors(layout.TRAINER + "/"),
+        document=document,
+        tensors=tensors(layout.STATE_TENSORS),
+    )
+
+
+def read_rank(store: Store, manifest: Manifest, rank: int) -> Any:
+    """What rank `rank` of the saving job stored of its own."""
+    name = layout.rank_file(rank)
+    index = ShardIndex(store, [name])
+    metadata = index.metadata[name]
+    _same_id(store, name, metadata.get(layout.ID_KEY), manifest.id)
+    return decode(json.loads(metadata[layout.DOCUMENT_KEY]), index.load())
+
+
+def _same_id(store: Store, name: str, found: Any, expected: str) -> None:
+    if found != expected:
+        raise CorruptCheckpoint(
+            f"{store.full(name)} belongs to checkpoint {found}, not to {expected}: files of two checkpoints are mixed",
+            file=name,
+            expected=expected,
+            found=found,
+        )

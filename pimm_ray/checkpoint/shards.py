@@ -1,0 +1,269 @@
+"""Safetensors files written by many ranks: who writes what, the bytes, and reading them back into whole tensors.
+
+`trainer.dcp/` follows PyTorch Distributed Checkpoint's distributed safetensors layout (header key `DCP_SHARDING_INFO`),
+so `torch.distributed.checkpoint.HuggingFaceStorageReader` loads it; `weights/` follows Hugging Face's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from pimm_ray.checkpoint.layout import FileEntry
+from pimm_ray.checkpoint.store import Store
+from pimm_ray.errors import CorruptCheckpoint, UnstorableState
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER = 100_000_000
+_SHARDING = "DCP_SHARDING_INFO"
+
+
+class Spec(NamedTuple):
+    """What decides who writes a tensor: equal on every rank."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def axis(self) -> int:
+        """The first dimension along which a piece is one run of bytes; -1 when the tensor is indivisible."""
+        return next((axis for axis, size in enumerate(self.shape) if size > 1), -1)
+
+
+class Piece(NamedTuple):
+    """Rows `start` to `stop` of a tensor along `axis`; all of it when `axis` is -1."""
+
+    spec: Spec
+    axis: int
+    start: int
+    stop: int
+
+    @property
+    def offsets(self) -> list[int]:
+        return [self.start if axis == self.axis else 0 for axis in range(len(self.spec.shape))]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.axis < 0 else tensor.narrow(self.axis, self.start, self.stop - self.start)
+
+
+def spec_of(key: str, tensor: torch.Tensor) -> Spec:
+    if tensor.dtype not in _NAMES:
+        raise UnstorableState(f"{key}: safetensors cannot store {tensor.dtype}; convert it before saving", key=key)
+    return Spec(key, tuple(tensor.shape), tensor.dtype)
+
+
+def split_rows(specs: Iterable[Spec], world: int) -> list[list[Piece]]:
+    """Cut tensors into `world` shares of near-equal bytes; any rank computes the same shares without asking.
+
+    The tensors are laid end to end and cut at multiples of the mean, each cut moved to the nearest whole row, so no
+    share has more than the mean plus one row.
+    """
+    ordered = sorted(specs)
+    total = sum(spec.bytes for spec in ordered)
+    shares: list[list[Piece]] = [[] for _ in range(world)]
+    position = 0
+    for spec in ordered:
+        if not spec.bytes:
+            shares[0].append(Piece(spec, -1, 0, 1))
+            continue
+        rows = spec.shape[spec.axis] if spec.axis >= 0 else 1
+        row = spec.bytes // rows
+        first = max(0, position * world // total - 1)
+        last = min(world - 1, (position + spec.bytes) * world // total + 1)
+        cuts = [min(rows, max(0, (rank * total // world - position + row // 2) // row)) for rank in range(first, last + 2)]
+        if last == world - 1:
+            cuts[-1] = rows
+        for rank, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False), start=first):
+            if start < stop:
+                whole = (start, stop) == (0, rows)
+                shares[rank].append(Piece(spec, -1, 0, 1) if whole else Piece(spec, spec.axis, start, stop))
+        position += spec.bytes
+    return shares
+
+
+def split_whole(specs: Iterable[Spec], world: int, *, first: Iterable[Spec] = ()) -> list[list[Piece]]:
+    """Deal whole tensors to `world` shares, the largest first to the lightest share: none has more than the mean plus
+    the largest tensor. Those of `first` all go to share 0.
+    """
+    shares: list[list[Piece]] = [[] for _ in range(world)]
+    loads = [0] * world
+    for spec in first:
+        shares[0].append(Piece(spec, -1, 0, 1))
+        loads[0] += spec.bytes
+    for spec in sorted(specs, key=lambda spec: (-spec.bytes, spec.key)):
+        rank = loads.index(min(loads))
+        shares[rank].append(Piece(spec, -1, 0, 1))
+        loads[rank] += spec.bytes
+    return shares
+
+
+def write_shard(
+    store: Store,
+    name: str,
+    pieces: Sequence[Piece],
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str],
+    *,
+    distributed: bool = False,
+) -> FileEntry:
+    """Write one safetensors file, tensor by tensor. `distributed` adds where each piece lies in its whole tensor."""
+    pieces = sorted(pieces, key=lambda piece: (-piece.spec.dtype.itemsize, piece.spec.key))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    if distributed:
+        offsets = {piece.spec.key: {"saved_offsets": piece.offsets} for piece in pieces}
+        header["__metadata__"][_SHARDING] = json.dumps(offsets)
+    end = 0
+    for piece in pieces:
+        begin, end = end, end + _piece_shape_bytes(piece)
+        header[piece.spec.key] = {
+            "dtype": _NAMES[piece.spec.dtype],
+            "shape": _piece_shape(piece),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+
+    def chunks() -> Iterator[memoryview | bytes]:
+        yield len(text).to_bytes(8, "little") + text
+        for piece in pieces:
+            yield raw_bytes(piece.of(tensors[piece.spec.key]))
+
+    return store.write(name, chunks())
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in row-major order; a view where the tensor is contiguous and on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a piece of a tensor lies in a file."""
+
+    file: str
+    begin: int
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a folder: its dtype, whole shape and pieces."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    slots: tuple[Slot, ...]
+
+
+class ShardIndex:
+    """The tensors of a set of safetensors files, read on demand."""
+
+    def __init__(self, store: Store, names: Iterable[str]):
+        self.store = store
+        self.metadata: dict[str, dict[str, str]] = {}
+        slots: dict[str, list[Slot]] = {}
+        dtypes: dict[str, torch.dtype] = {}
+        for name in names:
+            try:
+                self.metadata[name], found = _read_header(store, name)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise CorruptCheckpoint(f"{store.full(name)}: bad safetensors header ({error!r})", file=name) from None
+            for key, dtype, slot in found:
+                if dtypes.setdefault(key, dtype) != dtype:
+                    raise CorruptCheckpoint(f"{store.full(name)}: {key!r} has another dtype elsewhere", file=name)
+                slots.setdefault(key, []).append(slot)
+        self.tensors = {key: self._join(key, dtypes[key], found) for key, found in slots.items()}
+
+    def load(self, keys: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+        """Whole tensors on the CPU, by key; all of them when no keys are given."""
+        wanted = list(self.tensors if keys is None else keys)
+        found = {}
+        reads: dict[str, list[tuple[int, memoryview]]] = {}
+        joins: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for key in wanted:
+            stored = self.tensors[key]
+            whole = found[key] = torch.empty(stored.shape, dtype=stored.dtype)
+            for slot in stored.slots:
+                part = whole
+                for axis, (offset, size) in enumerate(zip(slot.offsets, slot.shape, strict=True)):
+                    part = part.narrow(axis, offset, size)
+                if not part.is_contiguous():
+                    joins.append((part, part := torch.empty(slot.shape, dtype=stored.dtype)))
+                if part.numel():
+                    view = memoryview(part.reshape(-1).view(torch.uint8).numpy())
+                    reads.setdefault(slot.file, []).append((slot.begin, view))
+        for file, ranges in reads.items():
+            self.store.read_into(file, sorted(ranges, key=lambda item: item[0]))
+        for target, part in joins:
+            target.copy_(part)
+        return found
+
+    def _join(self, key: str, dtype: torch.dtype, slots: list[Slot]) -> Stored:
+        shape = tuple(
+            max(slot.offsets[axis] + slot.shape[axis] for slot in slots) for axis in range(len(slots[0].shape))
+        )
+        if sum(math.prod(slot.shape) for slot in slots) != math.prod(shape):
+            raise CorruptCheckpoint(f"{self.store}: the pieces of {key!r} do not make up one tensor", file=slots[0].file)
+        return Stored(dtype, shape, tuple(slots))
+
+
+def _read_header(store: Store, name: str) -> tuple[dict[str, str], list[tuple[str, torch.dtype, Slot]]]:
+    prefix = bytearray(8)
+    store.read_into(name, [(0, memoryview(prefix))])
+    size = int.from_bytes(prefix, "little")
+    if size > _MAX_HEADER:
+        raise ValueError(f"header of {size} bytes")
+    text = bytearray(size)
+    store.read_into(name, [(8, memoryview(text))])
+    header = json.loads(text)
+    metadata = header.pop("__metadata__", {})
+    sharding = json.loads(metadata[_SHARDING]) if _SHARDING in metadata else None
+    found = []
+    for key, entry in header.items():
+        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        offsets = tuple(sharding[key]["saved_offsets"]) if sharding is not None else (0,) * len(shape)
+        if end - begin != math.prod(shape) * dtype.itemsize or len(offsets) != len(shape) or min(*shape, *offsets, 0) < 0:
+            raise ValueError(f"{key!r} contradicts itself")
+        found.append((key, dtype, Slot(name, 8 + size + begin, shape, offsets)))
+    return metadata, found
+
+
+def _piece_shape(piece: Piece) -> list[int]:
+    shape = list(piece.spec.shape)
+    if piece.axis >= 0:
+        shape[piece.axis] = piece.stop - piece.start
+    return shape
+
+
+def _piece_shape_bytes(piece: Piece) -> int:
+    return math.prod(_piece_shape(piece)) * piece.spec.dtype.itemsize

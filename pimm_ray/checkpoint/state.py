@@ -1,0 +1,407 @@
+"""What a training job is made of: collected by name from live objects, and put back into them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from pimm_ray.checkpoint.codec import decode, encode
+from pimm_ray.errors import StateMismatch, UnstorableState
+
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""Group settings that say how an optimizer computes, not what: the present ones hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objects:
+    """The live objects of one training job. `extra` values have state_dict/load_state_dict or are dicts or lists."""
+
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    scaler: Any = None
+    ema: Any = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of `Objects`. Tensors alias the live ones: use it before the next step, or copy."""
+
+    weights: dict[str, torch.Tensor]
+    parameters: frozenset[str]
+    """Names in `weights` that are the same on every rank; the rest are buffers, for which rank 0 speaks."""
+    trainer: dict[str, torch.Tensor]
+    """Optimizer and EMA tensors by `optimizer.<i>.<parameter>.<leaf>` and `ema.<name>`."""
+    document: dict[str, Any]
+    """The JSON part."""
+    tensors: dict[str, torch.Tensor]
+    """Tensors that `document` refers to, small and rank 0's."""
+
+
+def bare_names(module: nn.Module) -> dict[str, str]:
+    """Map each state_dict key of `module` to its name without wrappers (DDP, torch.compile), at any depth."""
+    prefixes = dict(_prefixes(module, "", ""))
+    names = {}
+    for key in module.state_dict():
+        owner, leaf = key, ""
+        while owner and owner + "." not in prefixes:
+            owner, _, last = owner.rpartition(".")
+            leaf = f"{last}.{leaf}" if leaf else last
+        names[key] = (prefixes[owner + "."] if owner else prefixes[""]) + leaf
+    if len(set(names.values())) != len(names):
+        raise UnstorableState("two entries of the model's state_dict have one name once wrappers are taken off")
+    return names
+
+
+def collect(objects: Objects) -> Snapshot:
+    """Who calls it: every rank. Nothing is copied and nothing runs in the optimizer.
+
+    Raises:
+        UnstorableState: a leaf cannot be stored without pickle; the message names it.
+    """
+    names = bare_names(objects.model)
+    weights, extra_state, aliases = {}, {}, {}
+    tensors: dict[str, torch.Tensor] = {}
+    owners: dict[Any, str] = {}
+    for key, value in objects.model.state_dict().items():
+        name = names[key]
+        if not isinstance(value, torch.Tensor):
+            extra_state[name] = encode(value, f"model.{name}", tensors)
+            continue
+        first = owners.setdefault(_identity(value, name), name)
+        if first != name:
+            aliases[name] = first
+            continue
+        weights[name] = value.detach()
+    trainer: dict[str, torch.Tensor] = {}
+    by_id = parameter_names(objects.model)
+    document = {
+        "model": {"aliases": aliases, "extra_state": extra_state},
+        "optimizers": [
+            _collect_optimizer(optimizer, f"optimizer.{i}", by_id, trainer)
+            for i, optimizer in enumerate(objects.optimizers)
+        ],
+        "schedulers": [
+            {"class": type(scheduler).__name__, "state": encode(scheduler.state_dict(), f"scheduler.{i}", tensors)}
+            for i, scheduler in enumerate(objects.schedulers)
+        ],
+        "scaler": encode(_scaler_state(objects.scaler), "scaler", tensors),
+        "ema": None if objects.ema is None else encode(_ema_state(objects.ema), "ema", trainer),
+        "extra": {name: encode(_extra_state(value), f"extra.{name}", tensors) for name, value in objects.extra.items()},
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__},
+    }
+    return Snapshot(weights, frozenset(weights) & frozenset(by_id.values()), trainer, document, tensors)
+
+
+def apply(objects: Objects, snapshot: Snapshot) -> list[str]:
+    """Put a stored state into live objects. Who calls it: every rank. Returns notes about what was not taken as it was.
+
+    All checks come before the first change.
+
+    Raises:
+        StateMismatch: the state does not fit; nothing was changed.
+    """
+    notes = _check(objects, snapshot)
+    document = snapshot.document
+    names = bare_names(objects.model)
+    aliases = document["model"]["aliases"]
+    extra_state = {n: decode(v, snapshot.tensors) for n, v in document["model"]["extra_state"].items()}
+    live = objects.model.state_dict()
+    with torch.no_grad():
+        for key, target in live.items():
+            if isinstance(target, torch.Tensor):
+                target.copy_(snapshot.weights[aliases.get(names[key], names[key])])
+    if extra_state:
+        full = {key: extra_state.get(names[key], value) for key, value in live.items()}
+        objects.model.load_state_dict(full)
+    for i, optimizer in enumerate(objects.optimizers):
+        notes += _apply_optimizer(
+            optimizer, i, document["optimizers"][i], snapshot.trainer, objects.model, bool(objects.schedulers)
+        )
+    for scheduler, saved in zip(objects.schedulers, document["schedulers"], strict=True):
+        scheduler.load_state_dict(decode(saved["state"], snapshot.tensors))
+    scaler_state = decode(document["scaler"], snapshot.tensors)
+    if _scaler_state(objects.scaler) is not None and scaler_state is not None:
+        objects.scaler.load_state_dict(scaler_state)
+    if objects.ema is not None:
+        _apply_ema(objects.ema, decode(document["ema"], snapshot.trainer))
+    for name, value in objects.extra.items():
+        _apply_extra(value, decode(document["extra"][name], snapshot.tensors))
+    return notes
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Bare name of each parameter, by `id`. A parameter with several names gets its first."""
+    names = bare_names(model)
+    found: dict[int, str] = {}
+    for key, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), names[key])
+    return found
+
+
+def is_extra(value: Any) -> bool:
+    """Whether `value` can be restored in place, as the entries of `extra` are."""
+    return isinstance(value, dict | list) or (hasattr(value, "state_dict") and hasattr(value, "load_state_dict"))
+
+
+def _prefixes(module: nn.Module, full: str, bare: str) -> Iterator[tuple[str, str]]:
+    yield full, bare
+    for name, child in module.named_children():
+        wrapped = name == "_orig_mod" or (
+            name == "module" and isinstance(module, DistributedDataParallel | DataParallel | AveragedModel)
+        )
+        yield from _prefixes(child, f"{full}{name}.", bare if wrapped else f"{bare}{name}.")
+
+
+def _identity(tensor: torch.Tensor, name: str) -> Any:
+    if not tensor.numel():
+        return name
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def _scaler_state(scaler: Any) -> dict[str, Any] | None:
+    """None for no scaler and for a disabled one, which is the same thing."""
+    return (scaler.state_dict() or None) if scaler is not None else None
+
+
+def _extra_state(value: Any) -> Any:
+    return value if isinstance(value, dict | list) else value.state_dict()
+
+
+def _apply_extra(value: Any, saved: Any) -> None:
+    if isinstance(value, dict):
+        value.clear()
+        value.update(saved)
+    elif isinstance(value, list):
+        value[:] = saved
+    else:
+        value.load_state_dict(saved)
+
+
+def _ema_state(ema: Any) -> Any:
+    if isinstance(ema, nn.Module):
+        names = bare_names(ema)
+        return {names[key]: value for key, value in ema.state_dict().items()}
+    return ema.state_dict()
+
+
+def _apply_ema(ema: Any, saved: dict[str, Any]) -> None:
+    if isinstance(ema, nn.Module):
+        saved = {key: saved[name] for key, name in bare_names(ema).items()}
+    ema.load_state_dict(saved)
+
+
+def _collect_optimizer(
+    optimizer: torch.optim.Optimizer, prefix: str, names: dict[int, str], tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    state, groups = {}, []
+    for i, group in enumerate(optimizer.param_groups):
+        members = []
+        for j, parameter in enumerate(group["params"]):
+            name = names.get(id(parameter))
+            if name is None:
+                raise UnstorableState(
+                    f"{prefix}: parameter {j} of group {i} (shape {tuple(parameter.shape)}) is not in `model`, so it "
+                    "has no name; give the manager one module that holds every optimized parameter "
+                    "(torch.nn.ModuleDict joins several)",
+                    key=prefix,
+                )
+            members.append(name)
+            if optimizer.state.get(parameter):
+                state[name] = encode(dict(optimizer.state[parameter]), f"{prefix}.{name}", tensors)
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({**encode(settings, f"{prefix}.group.{i}", tensors), "params": members})
+    other = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
+    return {
+        "class": type(optimizer).__name__,
+        "groups": groups,
+        "state": state,
+        "global": encode(other, f"{prefix}.global", tensors),
+    }
+
+
+def _check(objects: Objects, snapshot: Snapshot) -> list[str]:
+    document = snapshot.document
+    missing: list[str] = []
+    unexpected: list[str] = []
+    shapes: dict[str, Any] = {}
+    notes: list[str] = []
+
+    aliases = document["model"]["aliases"]
+    names = bare_names(objects.model)
+    extra_state = document["model"]["extra_state"]
+    wanted = {names[key]: value for key, value in objects.model.state_dict().items()}
+    for name, value in wanted.items():
+        if not isinstance(value, torch.Tensor):
+            if name not in extra_state:
+                missing.append(f"model.{name}")
+            continue
+        stored = snapshot.weights.get(aliases.get(name, name))
+        if stored is None:
+            missing.append(f"model.{name}")
+        elif (stored.shape, stored.dtype) != (value.shape, value.dtype):
+            shapes[f"model.{name}"] = (_describe(stored), _describe(value))
+    held = {*snapshot.weights, *aliases, *extra_state}
+    unexpected += [f"model.{name}" for name in sorted(held - wanted.keys())]
+
+    for kind, present in (("optimizer", objects.optimizers), ("scheduler", objects.schedulers)):
+        saved = document[kind + "s"]
+        classes = [type(item).__name__ for item in present]
+        before = [item["class"] for item in saved]
+        if len(classes) > len(before):
+            missing += [f"{kind}.{i} ({classes[i]})" for i in range(len(before), len(classes))]
+        unexpected += [f"{kind}.{i} ({before[i]})" for i in range(len(classes), len(before))]
+        for i, (old, new) in enumerate(zip(before, classes, strict=False)):
+            if old != new:
+                shapes[f"{kind}.{i}"] = (old, new)
+    if objects.ema is not None and document["ema"] is None:
+        missing.append("ema")
+    if objects.ema is None and document["ema"] is not None:
+        unexpected.append("ema")
+    elif isinstance(objects.ema, nn.Module) and document["ema"] is not None:
+        now = set(bare_names(objects.ema).values())
+        missing += [f"ema.{name}" for name in sorted(now - document["ema"].keys())]
+        unexpected += [f"ema.{name}" for name in sorted(document["ema"].keys() - now)]
+    missing += [f"extra.{name}" for name in objects.extra if name not in document["extra"]]
+    for name in document["extra"].keys() - objects.extra.keys():
+        notes.append(f"extra.{name} of the checkpoint is not used: no such entry in extra= now")
+    had, has = document["scaler"] is not None, _scaler_state(objects.scaler) is not None
+    if has and not had:
+        notes.append("the checkpoint has no gradient scaler state: the scaler starts fresh")
+    if had and not has:
+        notes.append("the checkpoint's gradient scaler state is not used: there is no enabled scaler now")
+    for i, (optimizer, saved) in enumerate(zip(objects.optimizers, document["optimizers"], strict=False)):
+        _match_groups(optimizer, i, saved, parameter_names(objects.model))
+
+    if missing or unexpected or shapes:
+        said = []
+        if missing:
+            said.append(f"not in the checkpoint: {_some(missing)}")
+        if unexpected:
+            said.append(f"in the checkpoint but not here: {_some(unexpected)}")
+        if shapes:
+            said.append("saved as / now: " + _some([f"{key} {old} / {new}" for key, (old, new) in shapes.items()]))
+        raise StateMismatch(
+            f"the checkpoint does not fit the objects to be restored: {'; '.join(said)}. Build the same model, "
+            "optimizer and scheduler as the run that saved it",
+            missing=missing,
+            unexpected=unexpected,
+            shapes=shapes,
+        )
+    return notes
+
+
+def _match_groups(
+    optimizer: torch.optim.Optimizer, index: int, saved: dict[str, Any], names: dict[int, str]
+) -> list[int | None]:
+    """For each present group, the saved group its parameters come from; None for a group of new parameters."""
+    home = {name: i for i, group in enumerate(saved["groups"]) for name in group["params"]}
+    same_layout = len(optimizer.param_groups) == len(saved["groups"])
+    matches: list[int | None] = []
+    for i, group in enumerate(optimizer.param_groups):
+        members = [names.get(id(parameter), "?") for parameter in group["params"]]
+        homes = {home[name] for name in members if name in home}
+        if len(homes) > 1:
+            raise StateMismatch(
+                f"optimizer.{index}: group {i} holds parameters of {len(homes)} saved groups "
+                f"({', '.join(map(str, sorted(homes)))}), whose settings differ; keep the groups as they were saved"
+            )
+        if homes:
+            matches.append(homes.pop())
+        else:
+            empty_twin = same_layout and not members and not saved["groups"][i]["params"]
+            matches.append(i if empty_twin else None)
+    return matches
+
+
+def _apply_optimizer(
+    optimizer: torch.optim.Optimizer,
+    index: int,
+    saved: dict[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    model: nn.Module,
+    scheduled: bool,
+) -> list[str]:
+    names = parameter_names(model)
+    matches = _match_groups(optimizer, index, saved, names)
+    notes: list[str] = []
+    before = [dict(group) for group in optimizer.param_groups]
+    states: dict[Any, Any] = dict(decode(saved["global"], tensors))
+    by_parameter: list[tuple[torch.nn.Parameter, dict[str, Any]]] = []
+    known = {name for group in saved["groups"] for name in group["params"]}
+    groups, used, fresh = [], set(), []
+    count = 0
+    for group, match in zip(before, matches, strict=True):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        if match is not None:
+            stored = {key: value for key, value in saved["groups"][match].items() if key != "params"}
+            settings |= {k: v for k, v in decode(stored, tensors).items() if k not in _IMPLEMENTATION}
+            notes += _changed_settings(index, match, group, settings, scheduled)
+        indices = []
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            if name in saved["state"]:
+                used.add(name)
+                state = decode(saved["state"][name], tensors)
+                states[count] = state
+                by_parameter.append((parameter, state))
+            elif name not in known:
+                fresh.append(name)
+            indices.append(count)
+            count += 1
+        groups.append({**settings, "params": indices})
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
+    for group, old in zip(optimizer.param_groups, before, strict=True):
+        _keep_tensor_settings(group, old)
+    for parameter, state in by_parameter:
+        # torch casts floating-point state to the parameter's dtype: float32 moments of a bfloat16 weight would be lost.
+        for leaf, value in state.items():
+            live = optimizer.state[parameter].get(leaf)
+            if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor) and live.dtype != value.dtype:
+                optimizer.state[parameter][leaf] = value.to(live.device)
+    if fresh:
+        notes.append(f"optimizer.{index}: no saved state for {_some(fresh)}: starts fresh")
+    if dropped := sorted(saved["state"].keys() - used):
+        notes.append(f"optimizer.{index}: saved state of {_some(dropped)} is not used: not optimized now")
+    return notes
+
+
+def _keep_tensor_settings(group: dict[str, Any], old: dict[str, Any]) -> None:
+    """A setting that is a tensor now (a capturable learning rate) stays that tensor, and a number stays a number."""
+    for key, value in old.items():
+        if key == "params":
+            continue
+        if isinstance(value, torch.Tensor):
+            group[key] = value.copy_(torch.as_tensor(group[key]))
+        elif isinstance(value, float) and isinstance(group[key], torch.Tensor):
+            group[key] = float(group[key].item())
+
+
+def _changed_settings(
+    index: int, match: int, now: dict[str, Any], settings: dict[str, Any], scheduled: bool
+) -> list[str]:
+    by_scheduler = {"lr", "momentum", "betas", "base_momentum", "max_momentum", "initial_lr", "max_lr", "min_lr"}
+    skipped = {"params", *_IMPLEMENTATION, *(by_scheduler if scheduled else ())}
+    return [
+        f"optimizer.{index} group {match}: the saved {key}={settings[key]} holds, not {key}={now[key]}"
+        for key in now
+        if key not in skipped and not isinstance(now[key], torch.Tensor) and settings[key] != now[key]
+    ]
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

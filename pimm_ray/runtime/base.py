@@ -1,0 +1,63 @@
+"""What the manager knows of the world around it, and the world without Ray."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from pimm_ray.checkpoint.find import CheckpointInfo
+from pimm_ray.checkpoint.store import Store, open_store
+from pimm_ray.errors import PimmRayError
+from pimm_ray.runtime.ranks import Ranks
+
+
+class Runtime(Ranks):
+    """Ranks, the run folder, and whoever wants to hear of checkpoints. Made by every rank."""
+
+    store: Store
+    """The run folder; the same on every rank."""
+    given_checkpoint: Any = None
+    """What the user asked to resume from when the run has nothing of its own: path, URI or ray.train.Checkpoint."""
+    report_spacing: float = 0.0
+    """Seconds between two reports so that none waits for the one before; 0 where reports go nowhere."""
+    retains: bool = False
+    """Whether somebody else deletes old checkpoints. Then a folder that `known` names is theirs to delete."""
+
+    def known(self) -> set[str]:
+        """Names of the checkpoint folders that have been reported and are still held. Rank 0 calls it."""
+        return set()
+
+    def report(self, metrics: dict[str, Any], checkpoint: CheckpointInfo | None) -> None:
+        """Tell of plain-number metrics and of a committed checkpoint. Every rank calls it, with the same checkpoint."""
+
+    def settle(self) -> None:
+        """Wait until all that was reported is on record. Every rank calls it."""
+
+
+class LocalRuntime(Runtime):
+    """Plain `python` (one rank) or `torchrun` (torch.distributed is initialised)."""
+
+    def __init__(self, storage: Any, *, timeout: float):
+        super().__init__(timeout=timeout)
+        self.store = open_store(storage)
+
+
+def make_runtime(storage: Any, *, timeout: float) -> Runtime:
+    """The runtime this process is in: a Ray Train worker, or the local one on `storage`. Every rank calls it.
+
+    Raises:
+        PimmRayError: outside Ray and no storage given, or storage given inside Ray.
+    """
+    if "ray.train" in sys.modules:
+        from pimm_ray.runtime.worker import RayRuntime, in_train_worker
+
+        if in_train_worker():
+            if storage is not None:
+                raise PimmRayError(
+                    "storage= has no place in a Ray worker: Ray's RunConfig(storage_path=..., name=...) says where "
+                    "checkpoints go; remove storage="
+                )
+            return RayRuntime(timeout=timeout)
+    if storage is None:
+        raise PimmRayError('outside Ray Train the manager needs a run folder: CheckpointManager(..., storage="runs/demo")')
+    return LocalRuntime(storage, timeout=timeout)

@@ -1,0 +1,211 @@
+"""Agreement among ranks: small JSON messages through rank 0, on gloo groups that training never uses."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pimm_ray import errors
+from pimm_ray.errors import PimmRayError, RankMissing, RemoteRankError
+
+_FRAME = 4096
+_TAG = 7
+_GRACE = 10.0
+
+
+class Ranks:
+    """This process among the ranks of the job. Made by every rank at the same point of the program.
+
+    Every agreement is one `exchange`: each rank sends a value to rank 0, rank 0 computes the answer, each rank gets
+    it, or the same error. A rank that stays away longer than `timeout` seconds is named in `RankMissing` on all others.
+    """
+
+    def __init__(self, *, timeout: float):
+        self.timeout = timeout
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise PimmRayError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not initialised: call "
+                "torch.distributed.init_process_group() before CheckpointManager(...)"
+            )
+        else:
+            self.rank, self.world_size = 0, 1
+        self._pending_signal: tuple[Any, torch.Tensor] | None = None
+        if self.world_size > 1:
+            # Two groups, because a receive that times out closes every connection of its gloo group: rank 0 still
+            # has to tell the ranks that did come who is missing.
+            limit = timedelta(seconds=2 * timeout + 6 * _GRACE)
+            self._up = dist.new_group(backend="gloo", timeout=limit)
+            self._down = dist.new_group(backend="gloo", timeout=limit)
+
+    @property
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    def exchange(self, what: str, value: Any = None, on_zero: Callable[[list[Any]], Any] = lambda values: values) -> Any:
+        """Send `value` (JSON) to rank 0, which answers with `on_zero(values by rank)`; every rank returns that answer.
+
+        Who calls it: every rank, in the same order. `what` says for people which point of the program this is.
+
+        Raises:
+            RankMissing: a rank did not come within the time limit, is gone, or is at another point of the program.
+            Exception: whatever `on_zero` raised, on every rank (an error that is not ours arrives as RemoteRankError).
+        """
+        if self.world_size == 1:
+            return on_zero([value])
+        if self.rank == 0:
+            return self._lead(what, value, on_zero)
+        deadline = time.monotonic() + 2 * self.timeout + _GRACE
+        try:
+            _send(self._up, 0, {"what": what, "value": value}, deadline)
+            reply = _receive(self._down, 0, deadline)
+        except RuntimeError as error:
+            raise RankMissing(f"{what}: rank 0 {_plight(error, 2 * self.timeout)}", ranks=[0]) from None
+        if "error" in reply:
+            raise _unpack_error(reply["error"], by=0)
+        return reply["value"]
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on every rank."""
+        return self.exchange(what, value)
+
+    def broadcast(self, what: str, value: Any = None) -> Any:
+        """Rank 0's value on every rank."""
+        return self.exchange(what, None, lambda _: value)
+
+    def agree(self, what: str, work: Callable[[], Any]) -> list[Any]:
+        """Run `work` on every rank and gather its results; when it fails on any rank, every rank raises that error."""
+        own: Exception | None = None
+        result: dict[str, Any]
+        try:
+            result = {"ok": work()}
+        except Exception as error:
+            own, result = error, {"error": _pack_error(error)}
+        results = self.gather(what, result)
+        for rank, other in enumerate(results):
+            if "error" in other:
+                raise own if own is not None and rank == self.rank else _unpack_error(other["error"], by=rank)
+        return [other["ok"] for other in results]
+
+    def signal(self, value: int) -> None:
+        """Start sending rank 0's small int to all; collected by `collect_signal` one step later, so nobody waits."""
+        if self.world_size == 1:
+            self._pending_signal = (None, torch.tensor([value]))
+            return
+        tensor = torch.tensor([value if self.rank == 0 else 0])
+        self._pending_signal = (dist.broadcast(tensor, src=0, group=self._down, async_op=True), tensor)
+
+    def collect_signal(self) -> int:
+        """The int that rank 0 passed to the last `signal` (0 when there was none)."""
+        if self._pending_signal is None:
+            return 0
+        work, tensor = self._pending_signal
+        self._pending_signal = None
+        if work is not None:
+            try:
+                work.wait(timedelta(seconds=self.timeout))
+            except RuntimeError as error:
+                raise RankMissing(f"step: rank 0 {_plight(error, self.timeout)}", ranks=[0]) from None
+        return int(tensor.item())
+
+    def _lead(self, what: str, value: Any, on_zero: Callable[[list[Any]], Any]) -> Any:
+        others = range(1, self.world_size)
+        deadline = time.monotonic() + self.timeout
+        posted = {rank: _post_receive(self._up, rank) for rank in others}
+        values, lost, strayed = [value], {}, {}
+        for rank in others:
+            try:
+                message = _finish_receive(self._up, rank, *posted[rank], deadline)
+            except RuntimeError as error:
+                lost[rank] = _plight(error, self.timeout)
+                values.append(None)
+                continue
+            values.append(message["value"])
+            if message["what"] != what:
+                strayed[rank] = message["what"]
+        answer: Any = None
+        failure: Exception | None = None
+        if lost or strayed:
+            said = [f"rank {rank} {why}" for rank, why in lost.items()]
+            said += [f"rank {rank} is at {where!r} instead" for rank, where in strayed.items()]
+            advice = "every rank must call resume(), step(), save() and finish() equally often"
+            failure = RankMissing(f"{what}: {'; '.join(said)} ({advice})", ranks=[*lost, *strayed])
+        else:
+            try:
+                answer = on_zero(values)
+            except Exception as error:
+                failure = error
+        reply = {"value": answer} if failure is None else {"error": _pack_error(failure)}
+        answer_by = time.monotonic() + _GRACE
+        for rank in others:
+            if rank not in lost:
+                try:
+                    _send(self._down, rank, reply, answer_by)
+                except RuntimeError as error:
+                    failure = failure or RankMissing(f"{what}: rank {rank} {_plight(error, _GRACE)}", ranks=[rank])
+        if failure is not None:
+            raise failure
+        return answer
+
+
+def _left(deadline: float) -> timedelta:
+    return timedelta(seconds=max(0.05, deadline - time.monotonic()))
+
+
+def _send(group: Any, rank: int, message: Any, deadline: float) -> None:
+    body = json.dumps(message).encode()
+    frame = bytearray(_FRAME)
+    frame[:8] = len(body).to_bytes(8, "little")
+    frame[8 : 8 + len(body)] = body[: _FRAME - 8]
+    del frame[_FRAME:]
+    dist.isend(torch.frombuffer(frame, dtype=torch.uint8), rank, group=group, tag=_TAG).wait(_left(deadline))
+    if len(body) > _FRAME - 8:
+        rest = torch.frombuffer(bytearray(body[_FRAME - 8 :]), dtype=torch.uint8)
+        dist.isend(rest, rank, group=group, tag=_TAG).wait(_left(deadline))
+
+
+def _post_receive(group: Any, rank: int) -> tuple[Any, torch.Tensor]:
+    frame = torch.empty(_FRAME, dtype=torch.uint8)
+    return dist.irecv(frame, rank, group=group, tag=_TAG), frame
+
+
+def _finish_receive(group: Any, rank: int, work: Any, frame: torch.Tensor, deadline: float) -> Any:
+    work.wait(_left(deadline))
+    raw = frame.numpy().tobytes()
+    size, body = int.from_bytes(raw[:8], "little"), raw[8:]
+    if size > len(body):
+        rest = torch.empty(size - len(body), dtype=torch.uint8)
+        dist.irecv(rest, rank, group=group, tag=_TAG).wait(_left(deadline))
+        body += rest.numpy().tobytes()
+    return json.loads(body[:size])
+
+
+def _receive(group: Any, rank: int, deadline: float) -> Any:
+    return _finish_receive(group, rank, *_post_receive(group, rank), deadline)
+
+
+def _plight(error: RuntimeError, limit: float) -> str:
+    return f"did not come within {limit:g} s" if "imed out" in str(error) else "is gone (its connection closed)"
+
+
+def _pack_error(error: Exception) -> dict[str, Any]:
+    public = {key: value for key, value in vars(error).items() if isinstance(value, str | int | float | list | dict)}
+    return {"kind": type(error).__name__, "text": str(error), "fields": json.loads(json.dumps(public, default=str))}
+
+
+def _unpack_error(packed: dict[str, Any], *, by: int) -> PimmRayError:
+    kind = getattr(errors, packed["kind"], None)
+    text = f"rank {by}: {packed['text']}"
+    if not (isinstance(kind, type) and issubclass(kind, PimmRayError)):
+        return RemoteRankError(f"rank {by}: {packed['kind']}: {packed['text']}")
+    error = kind(text)
+    vars(error).update(packed["fields"])
+    return error
