@@ -42,7 +42,7 @@ class Share:
         """Equal on all ranks exactly when their shares fit together to one whole."""
         shares = [*(pieces for _, _, pieces in self._weights), *self._trainer]
         plan = [[(piece.spec.key, piece.spec.shape, str(piece.spec.dtype)) for piece in share] for share in shares]
-        return xxhash.xxh3_64_hexdigest(json.dumps(plan))
+        return xxhash.xxh3_64_hexdigest(json.dumps(plan).encode())
 
     def write(self, store: Store, id: str) -> list[FileEntry]:
         """Write this rank's files into an existing folder. Rank 0's `state.json` is written by `write_state`."""
