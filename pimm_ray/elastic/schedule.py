@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any
 
 from torch.optim import lr_scheduler
 
@@ -20,18 +21,19 @@ _HORIZON = {
 }
 
 
-def extend(scheduler: Any, steps: int) -> None:
-    """Move the horizon of a schedule `steps` further.
+def require_horizon(schedulers: Iterable[Any]) -> None:
+    """Raises PimmRayError when one of them has no horizon that we know."""
+    for scheduler in schedulers:
+        if type(scheduler) not in _HORIZON:
+            raise PimmRayError(
+                f"ElasticPolicy(schedule='extend') cannot extend a {type(scheduler).__name__}: use schedule='hold', or "
+                f"one of {', '.join(kind.__name__ for kind in _HORIZON)}"
+            )
 
-    Raises:
-        PimmRayError: this class has no horizon that we know.
-    """
-    attribute = _HORIZON.get(type(scheduler))
-    if attribute is None:
-        raise PimmRayError(
-            f"ElasticPolicy(schedule='extend') cannot extend a {type(scheduler).__name__}: use schedule='hold', or one "
-            f"of {', '.join(kind.__name__ for kind in _HORIZON)}"
-        )
+
+def extend(scheduler: Any, steps: int) -> None:
+    """Move the horizon of a schedule `steps` further."""
+    attribute = _HORIZON[type(scheduler)]
     before = getattr(scheduler, attribute)
     setattr(scheduler, attribute, before + steps)
     if isinstance(scheduler, lr_scheduler.OneCycleLR):
@@ -39,11 +41,11 @@ def extend(scheduler: Any, steps: int) -> None:
             phase["end_step"] = (phase["end_step"] + 1) * (before + steps) / before - 1
 
 
-def hold(scheduler: Any, say: Literal["quiet", "warn"]) -> None:
+def hold(scheduler: Any, *, say: bool) -> None:
     """Make `scheduler.step` on this instance keep the last learning rate once its horizon is reached."""
     attribute = _HORIZON.get(type(scheduler))
     if attribute is None:
-        if say == "warn":
+        if say:
             logger.warning(
                 "%s has no known horizon: replayed steps may run it past the end that you planned",
                 type(scheduler).__name__,
@@ -60,7 +62,7 @@ def hold(scheduler: Any, say: Literal["quiet", "warn"]) -> None:
             step(*args, **kwargs)
         elif not held.said:  # type: ignore[attr-defined]
             held.said = True  # type: ignore[attr-defined]
-            if say == "warn":
+            if say:
                 logger.warning("schedule held at its end: %s=%s, step %s", attribute, last, scheduler.last_epoch)
 
     held.said = False  # type: ignore[attr-defined]

@@ -7,13 +7,15 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from pimm_ray import errors
 from pimm_ray.errors import PimmRayError, RankMissing, RemoteRankError
+
+T = TypeVar("T")
 
 _FRAME = 4096
 _TAG = 7
@@ -109,6 +111,12 @@ class Ranks:
             if own is not None:
                 raise own from None
             raise
+
+    def each(self, what: str, work: Callable[[], T]) -> T:
+        """Run `work` on every rank and return this rank's own result; fails on all ranks when it fails on any."""
+        results: list[T] = []
+        self.agree(what, lambda: results.append(work()))
+        return results[0]
 
     def signal(self, value: int) -> None:
         """Start sending rank 0's small int to all; collected by `collect_signal` one step later, so nobody waits."""
