@@ -424,6 +424,8 @@ class CheckpointManager:
                 "drops": progress.drops if within else 0,
                 "replayed": self._replayed,
                 "seed": self._seed,
+                "loggers": {},
+                "warm_start": None,
             }
 
         info, agreed = self._checked_saver.save(
