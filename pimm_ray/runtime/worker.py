@@ -109,7 +109,7 @@ class RayRuntime(Runtime):
         self.exchange("settle", None, wait)
 
     def _committed(self) -> tuple[set[str], bool]:
-        """Names that Ray has on record, and whether they are all that was reported: Ray itself is silent on a time-out."""
+        """Names that Ray has on record, and whether they are all that was reported: Ray is silent on a time-out."""
         import ray.train
 
         start = time.monotonic()
@@ -143,7 +143,7 @@ class WorkerLoop:
 
 
 def _offer(given: Any) -> None:
-    """Where Ray knows of no checkpoint, let stock `ray.train.get_checkpoint()` see what `CheckpointManager` will use."""
+    """Where Ray knows of no checkpoint, stock `ray.train.get_checkpoint()` sees what `CheckpointManager` will use."""
     import ray.train
 
     storage = _ray_storage()
