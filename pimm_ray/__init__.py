@@ -1,3 +1,43 @@
 """Preempt any of it at any time, resume on any number of GPUs, lose nothing: checkpoints for PyTorch on Ray Train."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pimm_ray import errors
+from pimm_ray.checkpoint.find import CheckpointInfo, Problem, find_checkpoint, open_checkpoint, verify_checkpoint
+from pimm_ray.elastic.plan import ElasticPolicy, Position, ResumePlan, RunShape, plan_resume
+from pimm_ray.manager import CheckpointManager
+from pimm_ray.policy import KeepPolicy, SavePolicy
+from pimm_ray.progress import TrainState
+
+if TYPE_CHECKING:
+    from pimm_ray.runtime.trainer import TorchTrainer
+
+__all__ = [
+    "CheckpointInfo",
+    "CheckpointManager",
+    "ElasticPolicy",
+    "KeepPolicy",
+    "Position",
+    "Problem",
+    "ResumePlan",
+    "RunShape",
+    "SavePolicy",
+    "TorchTrainer",
+    "TrainState",
+    "errors",
+    "find_checkpoint",
+    "open_checkpoint",
+    "plan_resume",
+    "verify_checkpoint",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Ray takes seconds to import, and none of the rest needs it.
+    if name == "TorchTrainer":
+        from pimm_ray.runtime.trainer import TorchTrainer
+
+        return TorchTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

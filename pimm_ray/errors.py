@@ -59,7 +59,7 @@ class CheckpointVersionError(PimmRayError):
 
 
 class StateMismatch(PimmRayError):
-    """What the checkpoint holds does not fit the objects to be restored. Leaf paths in `.missing`, `.unexpected`, `.shapes`."""
+    """The checkpoint does not fit the objects to be restored. `.missing`, `.unexpected`, `.shapes` hold leaf paths."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
     """A complete checkpoint. `path` is on `filesystem`; `bytes` is its size, `created` seconds since 1970, `parent`
-    the id of the checkpoint that its run resumed from."""
+    the id of the checkpoint before it: the last one its attempt saved, or the one that the attempt resumed from."""
 
     path: str
     filesystem: pafs.FileSystem
@@ -88,7 +88,7 @@ def open_manifest(store: Store) -> tuple[CheckpointInfo, Manifest]:
     info = CheckpointInfo(
         path=store.path,
         filesystem=store.filesystem,
-        bytes=manifest.bytes,
+        bytes=sum(entry.bytes for entry in manifest.files),
         **{
             key: getattr(manifest, key)
             for key in ("id", "step", "epoch", "attempt", "world_size", "created", "reason", "parent", "metrics")
@@ -115,7 +115,8 @@ def verify_checkpoint(source: Any, *, deep: bool = True) -> list[Problem]:
         if not problems:
             read_document(store, manifest.id)
     except (PimmRayError, OSError) as error:
-        return [Problem(layout.MARKER, "marker" if not isinstance(error, StorageError) else "unreadable", None, str(error))]
+        kind = "unreadable" if isinstance(error, StorageError) else "marker"
+        return [Problem(getattr(error, "file", None) or layout.MARKER, kind, None, str(error))]
     return problems
 
 
@@ -145,13 +146,14 @@ def check_digests(store: Store, manifest: Manifest, *, part: int = 0, parts: int
             continue
         expected = list(entry.xxh3[first : first + count])
         try:
-            found = store.digests(entry.path, entry.block, first, count)
+            found: list[str | None] = list(store.digests(entry.path, entry.block, first, count))
         except (StorageError, FileNotFoundError) as error:
             problems.append(Problem(entry.path, "unreadable", None, str(error)))
             continue
         if found != expected:
-            at = next((i for i, pair in enumerate(zip(expected, found, strict=False)) if pair[0] != pair[1]), len(found))
-            problems.append(Problem(entry.path, "digest", expected[at], found[at] if at < len(found) else None))
+            found += [None] * (len(expected) - len(found))
+            wrong = next(pair for pair in zip(expected, found, strict=True) if pair[0] != pair[1])
+            problems.append(Problem(entry.path, "digest", *wrong))
     return problems
 
 

@@ -42,7 +42,7 @@ class Share:
         """Equal on all ranks exactly when their shares fit together to one whole."""
         shares = [*(pieces for _, _, pieces in self._weights), *self._trainer]
         plan = [[(piece.spec.key, piece.spec.shape, str(piece.spec.dtype)) for piece in share] for share in shares]
-        return xxhash.xxh3_64_hexdigest(json.dumps(plan))
+        return xxhash.xxh3_64_hexdigest(json.dumps(plan).encode())
 
     def write(self, store: Store, id: str) -> list[FileEntry]:
         """Write this rank's files into an existing folder. Rank 0's `state.json` is written by `write_state`."""
@@ -60,9 +60,10 @@ class Share:
         entries.append(write_shard(store, name, self._own_pieces, self._own_tensors, metadata))
         return entries
 
-    def write_state(self, store: Store, id: str, document: Mapping[str, Any]) -> list[FileEntry]:
-        """Rank 0: write `state.json` and what belongs to it."""
-        text = json.dumps({"schema": layout.SCHEMA, "version": layout.VERSION, "id": id, **document}).encode()
+    def write_state(self, store: Store, id: str, head: Mapping[str, Any]) -> list[FileEntry]:
+        """Rank 0: write `state.json` and what belongs to it. `head` are its entries beside the state itself."""
+        marked = {"schema": layout.SCHEMA, "version": layout.VERSION, "id": id}
+        text = json.dumps({**marked, **head, **self.snapshot.document}).encode()
         entries = [store.write(layout.STATE, [text])]
         if self._state:
             mark = {layout.ID_KEY: id}

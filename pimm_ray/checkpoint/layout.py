@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 from dataclasses import asdict, dataclass, field
@@ -29,6 +30,7 @@ BLOCK = 16 * 2**20
 """Bytes covered by one digest."""
 
 MAX_DOCUMENT = 256 * 2**20
+_NOT_FINITE: dict[Any, Any] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _NAME = re.compile(r"checkpoint_(\d{1,18})-(\d{1,9})-([0-9a-f]{4})")
 
 
@@ -79,12 +81,10 @@ class Manifest:
     metrics: dict[str, Any] = field(default_factory=dict)
     files: tuple[FileEntry, ...] = ()
 
-    @property
-    def bytes(self) -> int:
-        return sum(entry.bytes for entry in self.files)
-
     def to_json(self) -> bytes:
-        return json.dumps({"schema": SCHEMA, "version": VERSION, **asdict(self)}).encode()
+        document = {"schema": SCHEMA, "version": VERSION, **asdict(self)}
+        document["metrics"] = {key: _plain(value) for key, value in self.metrics.items()}
+        return json.dumps(document).encode()
 
     @staticmethod
     def parse(data: bytes, *, path: str) -> Manifest:
@@ -116,7 +116,7 @@ class Manifest:
                 world_size=_count(document["world_size"]),
                 created=float(document["created"]),
                 reason=_text(document["reason"]),
-                metrics=dict(document.get("metrics", {})),
+                metrics={key: _NOT_FINITE.get(value, value) for key, value in document["metrics"].items()},
                 files=files,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -146,8 +146,7 @@ def parse_document(data: bytes, *, path: str) -> dict[str, Any]:
 
 def check_inside(path: str, *, where: str) -> None:
     """Refuse a relative path that could lead out of its folder."""
-    parts = path.split("/")
-    if not path or "\\" in path or "\0" in path or path.startswith("/") or any(part in ("", ".", "..") for part in parts):
+    if "\\" in path or "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
         raise UnsafeCheckpoint(f"{where} names {path!r}, which is not a plain path inside the checkpoint folder")
 
 
@@ -163,6 +162,11 @@ def trainer_file(writer: int) -> str:
 def weights_file(index: int, count: int) -> str:
     """Named as Hugging Face names the parts of a model; `index` counts from 0."""
     return WEIGHTS_SINGLE if count == 1 else f"{WEIGHTS}/model-{index + 1:05}-of-{count:05}.safetensors"
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN or infinity."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _text(value: Any) -> str:

@@ -6,6 +6,7 @@ so `torch.distributed.checkpoint.HuggingFaceStorageReader` loads it; `weights/` 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -98,10 +99,11 @@ def split_rows(specs: Iterable[Spec], world: int) -> list[list[Piece]]:
         row = spec.bytes // rows
         first = max(0, position * world // total - 1)
         last = min(world - 1, (position + spec.bytes) * world // total + 1)
-        cuts = [min(rows, max(0, (rank * total // world - position + row // 2) // row)) for rank in range(first, last + 2)]
+        bounds = [rank * total // world - position for rank in range(first, last + 2)]
+        cuts = [min(rows, max(0, (bound + row // 2) // row)) for bound in bounds]
         if last == world - 1:
             cuts[-1] = rows
-        for rank, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False), start=first):
+        for rank, (start, stop) in enumerate(itertools.pairwise(cuts), start=first):
             if start < stop:
                 whole = (start, stop) == (0, rows)
                 shares[rank].append(Piece(spec, -1, 0, 1) if whole else Piece(spec, spec.axis, start, stop))
@@ -162,7 +164,7 @@ def write_shard(
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor in row-major order; a view where the tensor is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ class ShardIndex:
                 if not part.is_contiguous():
                     joins.append((part, part := torch.empty(slot.shape, dtype=stored.dtype)))
                 if part.numel():
-                    view = memoryview(part.reshape(-1).view(torch.uint8).numpy())
+                    view = part.reshape(-1).view(torch.uint8).numpy().data
                     reads.setdefault(slot.file, []).append((slot.begin, view))
         for file, ranges in reads.items():
             self.store.read_into(file, sorted(ranges, key=lambda item: item[0]))
@@ -232,7 +234,7 @@ class ShardIndex:
             max(slot.offsets[axis] + slot.shape[axis] for slot in slots) for axis in range(len(slots[0].shape))
         )
         if sum(math.prod(slot.shape) for slot in slots) != math.prod(shape):
-            raise CorruptCheckpoint(f"{self.store}: the pieces of {key!r} do not make up one tensor", file=slots[0].file)
+            raise CorruptCheckpoint(f"{self.store}: the pieces of {key!r} do not make up a tensor", file=slots[0].file)
         return Stored(dtype, shape, tuple(slots))
 
 
@@ -252,7 +254,8 @@ def _read_header(store: Store, name: str) -> tuple[dict[str, str], list[tuple[st
         dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         offsets = tuple(sharding[key]["saved_offsets"]) if sharding is not None else (0,) * len(shape)
-        if end - begin != math.prod(shape) * dtype.itemsize or len(offsets) != len(shape) or min(*shape, *offsets, 0) < 0:
+        size_fits = end - begin == math.prod(shape) * dtype.itemsize
+        if not size_fits or len(offsets) != len(shape) or min(*shape, *offsets, 0, 0) < 0:
             raise ValueError(f"{key!r} contradicts itself")
         found.append((key, dtype, Slot(name, 8 + size + begin, shape, offsets)))
     return metadata, found

@@ -59,5 +59,5 @@ def make_runtime(storage: Any, *, timeout: float) -> Runtime:
                 )
             return RayRuntime(timeout=timeout)
     if storage is None:
-        raise PimmRayError('outside Ray Train the manager needs a run folder: CheckpointManager(..., storage="runs/demo")')
+        raise PimmRayError('outside Ray Train, give the run folder: CheckpointManager(..., storage="runs/demo")')
     return LocalRuntime(storage, timeout=timeout)

@@ -7,13 +7,15 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from pimm_ray import errors
 from pimm_ray.errors import PimmRayError, RankMissing, RemoteRankError
+
+T = TypeVar("T")
 
 _FRAME = 4096
 _TAG = 7
@@ -50,7 +52,7 @@ class Ranks:
     def local_rank(self) -> int:
         return int(os.environ.get("LOCAL_RANK", "0"))
 
-    def exchange(self, what: str, value: Any = None, on_zero: Callable[[list[Any]], Any] = lambda values: values) -> Any:
+    def exchange(self, what: str, value: Any, on_zero: Callable[[list[Any]], Any]) -> Any:
         """Send `value` (JSON) to rank 0, which answers with `on_zero(values by rank)`; every rank returns that answer.
 
         Who calls it: every rank, in the same order. `what` says for people which point of the program this is.
@@ -75,25 +77,46 @@ class Ranks:
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """Every rank's value, by rank, on every rank."""
-        return self.exchange(what, value)
+        return self.exchange(what, value, lambda values: values)
 
     def broadcast(self, what: str, value: Any = None) -> Any:
         """Rank 0's value on every rank."""
         return self.exchange(what, None, lambda _: value)
 
-    def agree(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """Run `work` on every rank and gather its results; when it fails on any rank, every rank raises that error."""
+    def agree(
+        self, what: str, work: Callable[[], Any], on_zero: Callable[[list[Any]], Any] = lambda values: values
+    ) -> Any:
+        """Run `work` on every rank, then `on_zero(results by rank)` on rank 0; every rank returns what that returns.
+
+        When `work` fails on any rank, `on_zero` does not run and every rank raises that rank's error.
+        """
         own: Exception | None = None
         result: dict[str, Any]
         try:
             result = {"ok": work()}
         except Exception as error:
             own, result = error, {"error": _pack_error(error)}
-        results = self.gather(what, result)
-        for rank, other in enumerate(results):
-            if "error" in other:
-                raise own if own is not None and rank == self.rank else _unpack_error(other["error"], by=rank)
-        return [other["ok"] for other in results]
+
+        def lead(results: list[dict[str, Any]]) -> Any:
+            for rank, other in enumerate(results):
+                if "error" in other:
+                    raise own if own is not None and rank == 0 else _unpack_error(other["error"], by=rank)
+            return on_zero([other["ok"] for other in results])
+
+        try:
+            return self.exchange(what, result, lead)
+        except RankMissing:
+            raise
+        except Exception:
+            if own is not None:
+                raise own from None
+            raise
+
+    def each(self, what: str, work: Callable[[], T]) -> T:
+        """Run `work` on every rank and return this rank's own result; fails on all ranks when it fails on any."""
+        results: list[T] = []
+        self.agree(what, lambda: results.append(work()))
+        return results[0]
 
     def signal(self, value: int) -> None:
         """Start sending rank 0's small int to all; collected by `collect_signal` one step later, so nobody waits."""
@@ -156,8 +179,8 @@ class Ranks:
         return answer
 
 
-def _left(deadline: float) -> timedelta:
-    return timedelta(seconds=max(0.05, deadline - time.monotonic()))
+def _finish(work: Any, deadline: float) -> None:
+    work.wait(timedelta(seconds=max(0.05, deadline - time.monotonic())))
 
 
 def _send(group: Any, rank: int, message: Any, deadline: float) -> None:
@@ -166,10 +189,10 @@ def _send(group: Any, rank: int, message: Any, deadline: float) -> None:
     frame[:8] = len(body).to_bytes(8, "little")
     frame[8 : 8 + len(body)] = body[: _FRAME - 8]
     del frame[_FRAME:]
-    dist.isend(torch.frombuffer(frame, dtype=torch.uint8), rank, group=group, tag=_TAG).wait(_left(deadline))
+    _finish(dist.isend(torch.frombuffer(frame, dtype=torch.uint8), rank, group=group, tag=_TAG), deadline)
     if len(body) > _FRAME - 8:
         rest = torch.frombuffer(bytearray(body[_FRAME - 8 :]), dtype=torch.uint8)
-        dist.isend(rest, rank, group=group, tag=_TAG).wait(_left(deadline))
+        _finish(dist.isend(rest, rank, group=group, tag=_TAG), deadline)
 
 
 def _post_receive(group: Any, rank: int) -> tuple[Any, torch.Tensor]:
@@ -178,12 +201,12 @@ def _post_receive(group: Any, rank: int) -> tuple[Any, torch.Tensor]:
 
 
 def _finish_receive(group: Any, rank: int, work: Any, frame: torch.Tensor, deadline: float) -> Any:
-    work.wait(_left(deadline))
+    _finish(work, deadline)
     raw = frame.numpy().tobytes()
     size, body = int.from_bytes(raw[:8], "little"), raw[8:]
     if size > len(body):
         rest = torch.empty(size - len(body), dtype=torch.uint8)
-        dist.irecv(rest, rank, group=group, tag=_TAG).wait(_left(deadline))
+        _finish(dist.irecv(rest, rank, group=group, tag=_TAG), deadline)
         body += rest.numpy().tobytes()
     return json.loads(body[:size])
 

@@ -1,0 +1,169 @@
+"""What a resumed run keeps: a pure decision from the saved and the present shape of the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from pimm_ray.errors import DataChanged, WorldSizeError
+
+RESTART_STRIDE = 2**20
+"""What a restarted epoch adds to the number that its sampler sees, for each restart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunShape:
+    """What a data position depends on. Sizes in samples; None where a loader cannot say.
+
+    `global_batch` is the samples of one micro-batch over all ranks, `micro_batch` those of one rank. `order_id` says
+    which loader and sampler give the order; None when the loader cannot tell or restore its position.
+    """
+
+    world_size: int
+    loader_workers: int = 0
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    dataset_size: int | None = None
+    order_id: str | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where the next batch comes from: `samples` consumed of `epoch`, over all ranks, by finished steps; `window` is
+    how many steps that were."""
+
+    epoch: int = 0
+    samples: int = 0
+    window: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticPolicy:
+    """What to do when a run comes back changed.
+
+    Args:
+        cursor: "auto" keeps the data position where that is exact and drops it otherwise; "drop" always restarts the
+            epoch; "fail" raises instead of dropping.
+        rng: "restore" continues each rank's random streams (new ranks get derived ones); "reseed" derives all anew.
+        schedule: after a dropped position, replayed steps run past a scheduler's horizon: "hold" keeps its last
+            learning rate, "extend" moves the horizon.
+    """
+
+    cursor: Literal["auto", "drop", "fail"] = "auto"
+    rng: Literal["restore", "reseed"] = "restore"
+    schedule: Literal["hold", "extend"] = "hold"
+
+    def __post_init__(self) -> None:
+        allowed = {"cursor": ("auto", "drop", "fail"), "rng": ("restore", "reseed"), "schedule": ("hold", "extend")}
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"ElasticPolicy({name}={getattr(self, name)!r}): use one of {', '.join(values)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumePlan:
+    """What a resume did. `cursor`: "start" (an epoch's first batch), "kept" or "dropped"; `samples_repeated` are the
+    samples over all ranks that come a second time; `exact`: whether the run is now the one that was never interrupted.
+    """
+
+    source: str = "fresh"
+    step: int = 0
+    epoch: int = 0
+    cursor: Literal["start", "kept", "dropped"] = "start"
+    reason: str = ""
+    samples_repeated: int = 0
+    rng: str = "untouched"
+    accumulate: int | None = None
+    schedule: str = "kept"
+    exact: bool = False
+    notes: tuple[str, ...] = ()
+
+    def explain(self) -> str:
+        """The plan in one line of key=value."""
+        parts = [f"source={self.source}", f"step={self.step}", f"epoch={self.epoch}", f"cursor={self.cursor}"]
+        if self.reason:
+            parts.append(f'reason="{self.reason}"')
+        if self.cursor == "dropped":
+            parts.append(f"samples_repeated={self.samples_repeated}")
+        parts += [f"rng={self.rng}", f"schedule={self.schedule}", f"exact={'yes' if self.exact else 'no'}"]
+        if self.accumulate is not None:
+            parts.append(f"accumulate={self.accumulate}")
+        parts += [f'note="{note}"' for note in self.notes]
+        return " ".join(parts)
+
+
+def plan_resume(saved: RunShape, now: RunShape, policy: ElasticPolicy, position: Position) -> ResumePlan:
+    """Decide what a resumed run keeps. Pure; anyone may call it.
+
+    Args:
+        saved: the shape of the run that saved the checkpoint.
+        now: the shape of this run.
+        policy: the user's choice.
+        position: where the checkpoint stands.
+
+    Raises:
+        WorldSizeError: `cursor="fail"` and the number of workers changed in mid-epoch.
+        DataChanged: `cursor="fail"` and something else about the data changed in mid-epoch.
+
+    Example:
+        >>> plan_resume(RunShape(world_size=4, order_id="x"), RunShape(world_size=2, order_id="x"), ElasticPolicy(),
+        ...             Position(epoch=1, samples=80, window=10)).cursor
+        'dropped'
+    """
+    changes = _changes(saved, now)
+    batch_note: tuple[str, ...] = ()
+    if saved.global_batch != now.global_batch and None not in (saved.global_batch, now.global_batch):
+        batch_note = (
+            f"global batch {saved.global_batch} -> {now.global_batch} samples (batch size x workers): set the batch "
+            "size or accumulation so that it stays, or scale the learning rate",
+        )
+    reason = "; ".join(changes)
+    cursor: Literal["start", "kept", "dropped"]
+    if position.samples == 0:
+        cursor = "start"
+    elif policy.cursor == "drop":
+        cursor, reason = "dropped", 'ElasticPolicy(cursor="drop")'
+    elif changes or now.order_id is None or saved.order_id is None:
+        cursor = "dropped"
+        reason = reason or "the loader cannot restore its position within an epoch"
+    else:
+        cursor = "kept"
+    if cursor == "dropped" and policy.cursor == "fail":
+        kind = WorldSizeError if saved.world_size != now.world_size else DataChanged
+        raise kind(
+            f"cannot keep the data position ({reason}) and ElasticPolicy(cursor='fail') forbids to drop it: resume as "
+            "the run was saved, or allow cursor='auto'"
+        )
+    new_ranks = range(saved.world_size, now.world_size)
+    if policy.rng == "reseed":
+        rng = "reseeded"
+    elif new_ranks:
+        rng = f"restored,new-ranks-{new_ranks[0]}-to-{new_ranks[-1]}-derived"
+    else:
+        rng = "restored"
+    return ResumePlan(
+        epoch=position.epoch,
+        cursor=cursor,
+        reason=reason,
+        samples_repeated=position.samples if cursor == "dropped" else 0,
+        rng=rng,
+        schedule=policy.schedule if cursor == "dropped" else "kept",
+        exact=not changes and cursor != "dropped" and policy.rng == "restore",
+        notes=batch_note,
+    )
+
+
+def _changes(saved: RunShape, now: RunShape) -> list[str]:
+    words = {
+        "world_size": "workers",
+        "loader_workers": "loader workers",
+        "micro_batch": "batch size",
+        "dataset_size": "dataset length",
+        "order_id": "order",
+    }
+    return [
+        f"{words[field.name]} {before} -> {after}"
+        for field in fields(RunShape)
+        if field.name in words and (before := getattr(saved, field.name)) != (after := getattr(now, field.name))
+    ]

@@ -1,0 +1,74 @@
+"""Learning-rate schedules after a restarted epoch: replayed steps must neither raise nor make the rate rise again."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from torch.optim import lr_scheduler
+
+from pimm_ray.errors import PimmRayError
+
+logger = logging.getLogger(__name__)
+
+_HORIZON = {
+    lr_scheduler.OneCycleLR: "total_steps",
+    lr_scheduler.CosineAnnealingLR: "T_max",
+    lr_scheduler.PolynomialLR: "total_iters",
+    lr_scheduler.LinearLR: "total_iters",
+}
+
+
+def require_horizon(schedulers: Iterable[Any]) -> None:
+    """Raises PimmRayError when one of them has no horizon that we know."""
+    for scheduler in schedulers:
+        if type(scheduler) not in _HORIZON:
+            raise PimmRayError(
+                f"ElasticPolicy(schedule='extend') cannot extend a {type(scheduler).__name__}: use schedule='hold', or "
+                f"one of {', '.join(kind.__name__ for kind in _HORIZON)}"
+            )
+
+
+def extend(scheduler: Any, steps: int) -> None:
+    """Move the horizon of a schedule `steps` further."""
+    attribute = _HORIZON[type(scheduler)]
+    before = getattr(scheduler, attribute)
+    setattr(scheduler, attribute, before + steps)
+    if isinstance(scheduler, lr_scheduler.OneCycleLR):
+        for phase in scheduler._schedule_phases:
+            phase["end_step"] = (phase["end_step"] + 1) * (before + steps) / before - 1
+
+
+def hold(scheduler: Any, *, say: bool) -> None:
+    """Make `scheduler.step` on this instance keep the last learning rate once its horizon is reached."""
+    attribute = _HORIZON.get(type(scheduler))
+    if attribute is None:
+        if say:
+            logger.warning(
+                "%s has no known horizon: replayed steps may run it past the end that you planned",
+                type(scheduler).__name__,
+            )
+        return
+    last = getattr(scheduler, attribute) - isinstance(scheduler, lr_scheduler.OneCycleLR)
+    if scheduler.last_epoch > last:
+        return
+    step = scheduler.step
+
+    @functools.wraps(step)
+    def held(*args: Any, **kwargs: Any) -> None:
+        if scheduler.last_epoch < last:
+            step(*args, **kwargs)
+        elif not held.said:  # type: ignore[attr-defined]
+            held.said = True  # type: ignore[attr-defined]
+            if say:
+                logger.warning("schedule held at its end: %s=%s, step %s", attribute, last, scheduler.last_epoch)
+
+    held.said = False  # type: ignore[attr-defined]
+    scheduler.step = held
+
+
+def follows_steps(scheduler: Any, global_step: int) -> bool:
+    """Whether this schedule is advanced once a step (and not once an epoch)."""
+    return bool(scheduler.last_epoch >= global_step > 0)

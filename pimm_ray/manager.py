@@ -1,0 +1,468 @@
+"""The manager that a training loop talks to: resume, batches, step, save."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pimm_ray.checkpoint.find import CheckpointInfo
+from pimm_ray.checkpoint.folder import Share, read_document, read_rank, read_snapshot
+from pimm_ray.checkpoint.state import Objects, Snapshot, apply, collect, is_extra
+from pimm_ray.elastic import rng, schedule
+from pimm_ray.elastic.cursor import Cursor
+from pimm_ray.elastic.plan import ElasticPolicy, Position, ResumePlan, RunShape, plan_resume
+from pimm_ray.errors import CorruptCheckpoint, DataChanged, PimmRayError
+from pimm_ray.policy import KeepPolicy, SavePolicy
+from pimm_ray.progress import Progress, TrainState
+from pimm_ray.resuming import Choice, choose
+from pimm_ray.runtime.base import make_runtime
+from pimm_ray.saving import Agreed, Saver, check_metrics
+
+logger = logging.getLogger(__name__)
+
+_SAVE, _REPORT = 1, 2
+_DEFAULT_SAVE, _DEFAULT_KEEP, _DEFAULT_ELASTIC = SavePolicy(), KeepPolicy(), ElasticPolicy()
+
+
+class CheckpointManager:
+    """Saves a training job and brings it back, on the same or another number of workers.
+
+    Every rank makes one, after `torch.distributed` is initialised (Ray and `torchrun` scripts do that), and every rank
+    calls each method equally often.
+
+    Args:
+        model: the module, plain or wrapped (DDP, torch.compile). Holds every parameter that is optimized.
+        optimizer, scheduler: one, or a list of several.
+        scaler: a `torch.amp.GradScaler`.
+        loader: what `batches()` iterates. A torchdata `StatefulDataLoader` resumes in mid-epoch; any other iterable
+            at an epoch's start.
+        ema: averaged weights: a module (`torch.optim.swa_utils.AveragedModel`) or anything with state_dict().
+        extra: more state by name: objects with state_dict() and load_state_dict(), or dicts and lists of plain data,
+            which are restored in place.
+        save, keep, elastic: when to save, what to keep, what to do when the run comes back changed.
+        storage: the run folder, a path or URI; outside Ray only (Ray's RunConfig says it there).
+        seed: for the random streams of ranks that a resume adds. None draws one and keeps it.
+
+    Raises:
+        PimmRayError: no run folder, or a distributed launch without an initialised process group.
+        TypeError: an `extra` that cannot be restored in place.
+
+    Example:
+        >>> manager = CheckpointManager(model=model, optimizer=optimizer, loader=loader, storage="runs/demo",
+        ...                             save=SavePolicy(every_steps=100))
+        >>> manager.resume()
+        >>> for epoch in manager.epochs(10):
+        ...     for x, y in manager.batches():
+        ...         loss = loss_fn(model(x), y)
+        ...         loss.backward()
+        ...         optimizer.step(); optimizer.zero_grad()
+        ...         manager.step(loss=loss)
+        >>> manager.finish()
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        loader: Iterable[Any] | None = None,
+        ema: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        save: SavePolicy = _DEFAULT_SAVE,
+        keep: KeepPolicy = _DEFAULT_KEEP,
+        elastic: ElasticPolicy = _DEFAULT_ELASTIC,
+        storage: Any = None,
+        seed: int | None = 0,
+    ):
+        for name, value in (extra or {}).items():
+            if not is_extra(value):
+                raise TypeError(
+                    f"extra[{name!r}] is a {type(value).__name__}, which cannot be restored in place: give a dict "
+                    "or list of plain data, or an object with state_dict() and load_state_dict()"
+                )
+        self._objects = Objects(
+            model=model,
+            optimizers=_as_list(optimizer),
+            schedulers=_as_list(scheduler),
+            scaler=scaler,
+            ema=ema,
+            extra=dict(extra or {}),
+        )
+        self._save_policy, self._keep, self._elastic = save, keep, elastic
+        self._cursor = Cursor(loader)
+        self._runtime = make_runtime(storage, timeout=save.timeout_seconds)
+        if keep is not _DEFAULT_KEEP and self._runtime.retains and self._runtime.rank == 0:
+            logger.warning(
+                "keep= has no effect under Ray (except every_steps): use RunConfig(checkpoint_config=CheckpointConfig("
+                "num_to_keep=..., checkpoint_score_attribute=...))"
+            )
+        self._given_seed = seed
+        self._seed = 0
+        self._generation = self._replayed = 0
+        self._progress = Progress()
+        self._saver: Saver | None = None
+        self._iteration: object | None = None
+        self._kept_loader_state: Any = None
+        self._epoch_streams: dict[str, Any] | None = None
+        self._restore_streams: Callable[[], None] = _nothing
+        self._asked: tuple[str, Mapping[str, Any]] | None = None
+        self._metrics: dict[str, Any] = {}
+        self._saved_at = time.monotonic()
+        self._warned = False
+
+    @property
+    def state(self) -> TrainState:
+        """Where the run stands now: steps that are finished. Between saves `samples_seen` assumes equal ranks."""
+        return self._progress.state(self._progress.own_total_samples * self._runtime.world_size)
+
+    def resume(self, *, checkpoint: Any = None, warmup: Callable[[], Any] | None = None) -> ResumePlan:
+        """Restore the newest good checkpoint of this run, else `checkpoint`, else start fresh. Every rank, once.
+
+        Args:
+            checkpoint: a path, URI or `ray.train.Checkpoint` for a run that has none of its own. Under Ray, what
+                `TorchTrainer(resume_from_checkpoint=...)` was given is used when this is None.
+            warmup: runs one forward and backward pass of the model. Called before the state is loaded; all traces of it
+                are overwritten. DDP on 3 or more ranks needs it to resume bit for bit: it lays out its buckets anew
+                after its first backward pass.
+
+        Returns:
+            What was restored and what was dropped; `explain()` is the line that is logged.
+
+        Raises:
+            StateMismatch: the checkpoint does not fit the objects; nothing was changed.
+            CheckpointNotFound, IncompleteCheckpoint, CorruptCheckpoint: the given checkpoint is not good.
+            WorldSizeError, DataChanged: `ElasticPolicy(cursor="fail")` forbids what would be needed.
+            RankMissing: a rank did not come.
+        """
+        if self._saver is not None:
+            raise PimmRayError("resume() was called twice: call it once, before the loop")
+        runtime = self._runtime
+        given = checkpoint if checkpoint is not None else runtime.given_checkpoint
+        choice = choose(runtime, given)
+        if choice.store is None:
+            drawn = self._given_seed if self._given_seed is not None else secrets.randbits(31)
+            self._seed = runtime.broadcast("resume: seed", drawn)
+            plan = ResumePlan(source="fresh", notes=("nothing to resume from",), exact=True)
+        else:
+            plan = self._restore(choice, warmup)
+        self._saver = Saver(runtime, self._keep, choice)
+        if runtime.rank == 0:
+            logger.info("resume %s workers=%d attempt=%d", plan.explain(), runtime.world_size, choice.attempt)
+        return plan
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """Numbers of the epochs still to do, of `n` in all (counted from 0); none when the run has done them."""
+        self._require_resume()
+        if self._kept_loader_state is None:
+            self._settle_streams()
+        progress = self._progress
+        while progress.epoch < n:
+            epoch = progress.epoch
+            yield epoch
+            if progress.epoch == epoch:
+                self._end_epoch()
+            self._save_if_asked()
+
+    def batches(self) -> Iterator[Any]:
+        """The batches of the current epoch, from the resumed position on. Leaving the loop early ends the epoch.
+
+        Every rank iterates; each `step()` ends the window of the batches handed over before it.
+        """
+        self._require_resume()
+        if self._iteration is not None:
+            self._end_epoch()
+        self._save_if_asked()
+        mine = self._iteration = object()
+        index, in_all = self._progress.batches, self._cursor.batches_per_epoch
+        try:
+            for batch in self._begin_epoch():
+                samples = self._cursor.samples_in(batch, index)
+                index += 1
+                self._progress.hand_over(samples, last=index == in_all)
+                yield batch
+                if self._iteration is not mine:
+                    return
+        finally:
+            if self._iteration is mine:
+                self._end_epoch()
+
+    def step(self, **metrics: Any) -> None:
+        """Call after `optimizer.step()` (and `scheduler.step()`), on every rank: this step's samples are now used up.
+
+        Saves when a save is due and reports to Ray from time to time.
+
+        Args:
+            metrics: numbers or tensors of one element (read only when they are reported, then averaged over ranks), or
+                strings.
+
+        Raises:
+            TypeError: a metric is not one value.
+            Exception: a due save failed on some rank; every rank raises it. The checkpoint before is still the newest.
+        """
+        self._require_resume()
+        self._metrics = check_metrics(metrics)
+        self._progress.commit()
+        signal = self._runtime.collect_signal()
+        policy = self._save_policy
+        if self._asked is None:
+            if policy.every_steps and self._progress.step % policy.every_steps == 0:
+                self._asked = ("every_steps", {})
+            elif signal & _SAVE:
+                self._asked = ("every_seconds", {})
+        if not self._progress.at_last_batch:
+            self._save_if_asked()
+        if signal & _REPORT:
+            self._checked_saver.report(self._metrics)
+        if policy.every_seconds or self._runtime.report_spacing:
+            self._runtime.signal(self._decide() if self._runtime.rank == 0 else 0)
+
+    def save(self, *, reason: str = "user", metrics: Mapping[str, Any] | None = None) -> CheckpointInfo | None:
+        """Save now. Every rank calls it.
+
+        Args:
+            reason: one word for the checkpoint's `reason`.
+            metrics: of this rank; averaged over ranks, used by `KeepPolicy(metric=...)` and sent to Ray.
+
+        Returns:
+            The new checkpoint; None inside a window, where the save waits for the window's `step()`.
+
+        Raises:
+            UnstorableState: a leaf cannot be stored without pickle (the message names it).
+            StorageError, StateMismatch, RankMissing: some rank failed; every rank raises. Nothing is left half-written.
+        """
+        self._require_resume()
+        checked = check_metrics(metrics or {})
+        if self._progress.open_batches:
+            self._asked = (reason, checked)
+            return None
+        return self._save(reason, checked)
+
+    def finish(self) -> None:
+        """The end of the run: a last save if the newest checkpoint is older, then wait until all is on record.
+
+        Every rank calls it.
+        """
+        self._require_resume()
+        if self._iteration is not None:
+            self._end_epoch()
+        self._save_if_asked()
+        saver, here = self._checked_saver, (self._progress.step, self._progress.epoch)
+        if self._save_policy.at_end and (saver.newest is None or (saver.newest.step, saver.newest.epoch) != here):
+            self._save("finish", {})
+        self._runtime.collect_signal()
+        saver.drain(self._metrics)
+
+    @property
+    def _checked_saver(self) -> Saver:
+        if self._saver is None:
+            raise PimmRayError("call manager.resume() first, on every rank, before the loop")
+        return self._saver
+
+    def _require_resume(self) -> None:
+        _ = self._checked_saver
+
+    def _restore(self, choice: Choice, warmup: Callable[[], Any] | None) -> ResumePlan:
+        runtime, store, manifest, info = self._runtime, choice.store, choice.manifest, choice.info
+        assert store is not None and manifest is not None and info is not None
+        model = self._objects.model
+
+        def read() -> tuple[dict[str, Any], Snapshot, dict[str, Any]]:
+            document = read_document(store, manifest.id)
+            own = read_rank(store, manifest, runtime.rank if runtime.rank < manifest.world_size else 0)
+            return document, read_snapshot(store, manifest, document), own
+
+        document, snapshot, own = runtime.each("resume: read", read)
+        self._seed = document["seed"]
+        position = Position(**document["position"])
+        now = self._cursor.shape(runtime.world_size, self._seed)
+        plan = plan_resume(RunShape(**document["shape"]), now, self._elastic, position)
+        if plan.schedule == "extend":
+            schedule.require_horizon(self._objects.schedulers)
+        if warmup is not None and manifest.step > 0:
+            warmup()
+            for parameter in model.parameters():
+                parameter.grad = None
+        notes = runtime.each("resume: restore", lambda: apply(self._objects, snapshot))
+        if set(runtime.gather("resume: restored", document["id"])) != {document["id"]}:
+            raise CorruptCheckpoint("ranks restored different checkpoints: is the storage shared by all nodes?")
+        self._take_position(document, position, plan)
+        self._mend_schedules(position, plan)
+        self._prepare_streams(own, manifest.world_size, plan)
+        if self._given_seed not in (None, self._seed):
+            notes.append(f"seed {self._seed} of the checkpoint holds, not {self._given_seed}")
+        if self._cursor.loader is None:
+            notes.append("no loader given: the data position is yours to keep")
+        exact = plan.exact
+        if isinstance(model, DistributedDataParallel) and runtime.world_size > 2 and manifest.step and warmup is None:
+            exact = False
+            notes.append("first step agrees to rounding: DDP on 3 or more ranks needs resume(warmup=) to be exact")
+        return replace(
+            plan,
+            source=info.name if choice.own else info.path,
+            step=manifest.step,
+            exact=exact,
+            notes=(*plan.notes, *notes),
+        )
+
+    def _take_position(self, document: dict[str, Any], position: Position, plan: ResumePlan) -> None:
+        trainer, dropped = document["trainer"], plan.cursor == "dropped"
+        kept = position if plan.cursor == "kept" else Position(epoch=position.epoch)
+        self._progress = Progress(
+            epoch=kept.epoch,
+            window=kept.window,
+            epoch_samples=kept.samples,
+            step=trainer["global_step"],
+            best=trainer["best_metric_value"],
+            total_samples=trainer["samples_seen"],
+            drops=document["drops"] + dropped,
+        )
+        self._generation = document["generation"] + 1
+        self._replayed = document["replayed"] + (position.window if dropped else 0)
+
+    def _mend_schedules(self, position: Position, plan: ResumePlan) -> None:
+        """Once an epoch was restarted, the schedules get more steps than they were made for."""
+        dropped = plan.cursor == "dropped"
+        for scheduler in self._objects.schedulers if self._replayed else ():
+            if dropped and plan.schedule == "extend" and schedule.follows_steps(scheduler, self._progress.step):
+                schedule.extend(scheduler, position.window)
+            schedule.hold(scheduler, say=dropped and self._runtime.rank == 0)
+
+    def _prepare_streams(self, own: dict[str, Any], saved_world: int, plan: ResumePlan) -> None:
+        rank, generators = self._runtime.rank, self._cursor.generators
+        derived = rank >= saved_world or self._elastic.rng == "reseed"
+
+        def put_back() -> None:
+            if derived:
+                rng.derive(self._seed, rank, self._generation)
+                rng.restore_generators(own["rng"], generators)
+            else:
+                rng.restore(own["rng"], generators)
+
+        if plan.cursor == "kept":
+            self._progress.batches = own["batches"]
+            self._kept_loader_state, self._epoch_streams = own["loader"], own["epoch_rng"]
+        self._restore_streams = put_back
+        put_back()
+
+    def _settle_streams(self) -> None:
+        """Put the streams where the checkpoint had them, once, at the last moment before the loop draws from them."""
+        self._restore_streams()
+        self._restore_streams = _nothing
+
+    def _begin_epoch(self) -> Iterator[Any]:
+        progress, kept = self._progress, self._kept_loader_state
+        self._kept_loader_state = None
+        if kept is None:
+            self._settle_streams()
+        else:
+            # The iterator is made in the streams that the saved run made it in, because samplers draw their order
+            # then; only afterwards do the streams move on to where the save caught them.
+            assert self._epoch_streams is not None
+            rng.restore(self._epoch_streams, self._cursor.generators)
+        reordered = self._cursor.set_epoch(progress.epoch, progress.drops, self._seed)
+        if not reordered and progress.drops and self._runtime.rank == 0:
+            logger.warning(
+                "epoch %d restarts in the same order: its sampler has neither set_epoch() nor a generator",
+                progress.epoch,
+            )
+        if kept is None:
+            self._epoch_streams = rng.capture(self._cursor.generators)
+        iterator = self._cursor.iterate(kept)
+        self._settle_streams()
+        return iterator
+
+    def _end_epoch(self) -> None:
+        self._iteration = self._epoch_streams = self._kept_loader_state = None
+        self._progress.end_epoch()
+
+    def _decide(self) -> int:
+        """Rank 0, after a step: what all ranks do at the next one."""
+        every = self._save_policy.every_seconds
+        due = every is not None and time.monotonic() - self._saved_at >= every
+        return (_SAVE if due else 0) | (_REPORT if self._checked_saver.report_is_due else 0)
+
+    def _save_if_asked(self) -> None:
+        if self._asked is not None:
+            self._save(*self._asked)
+
+    def _save(self, reason: str, metrics: Mapping[str, Any]) -> CheckpointInfo:
+        self._asked = None
+        self._saved_at = time.monotonic()
+        runtime, progress = self._runtime, self._progress
+        within = progress.within_epoch
+        if within and not self._cursor.stateful and self._cursor.loader is not None:
+            self._refuse_or_warn()
+
+        def make() -> Share:
+            own = {
+                "rng": rng.capture(self._cursor.generators),
+                "epoch_rng": self._epoch_streams if within else None,
+                "loader": self._cursor.state() if within else None,
+                "batches": progress.batches if within else 0,
+            }
+            return Share(collect(self._objects), own, rank=runtime.rank, world=runtime.world_size)
+
+        def head(agreed: Agreed) -> dict[str, Any]:
+            trainer = progress.state(agreed.counts["total"])
+            return {
+                "step": progress.step,
+                "epoch": trainer.epoch,
+                "position": asdict(progress.position(agreed.counts["epoch"])),
+                "trainer": asdict(replace(trainer, best_metric_value=self._best_with(agreed.metrics))),
+                "shape": asdict(self._cursor.shape(runtime.world_size, self._seed)),
+                "generation": self._generation,
+                "drops": progress.drops if within else 0,
+                "replayed": self._replayed,
+                "seed": self._seed,
+            }
+
+        info, agreed = self._checked_saver.save(
+            make,
+            head,
+            step=progress.step,
+            epoch=progress.epoch + progress.at_last_batch,
+            reason=reason,
+            counts={"epoch": progress.own_epoch_samples, "total": progress.own_total_samples},
+            metrics={**self._metrics, **metrics},
+        )
+        progress.best = self._best_with(agreed.metrics)
+        progress.absorb(agreed.counts["epoch"], agreed.counts["total"])
+        return info
+
+    def _best_with(self, metrics: Mapping[str, Any]) -> float | None:
+        best, name = self._progress.best, self._keep.metric
+        if name is None or self._keep.score(metrics) <= (-math.inf if best is None else self._keep.score({name: best})):
+            return best
+        return float(metrics[name])
+
+    def _refuse_or_warn(self) -> None:
+        kind = type(self._cursor.loader).__name__
+        if self._elastic.cursor == "fail":
+            raise DataChanged(
+                f"a save in mid-epoch cannot keep the position of a {kind} and ElasticPolicy(cursor='fail') forbids to "
+                "drop it: use torchdata's StatefulDataLoader, or save at the end of epochs"
+            )
+        if not self._warned and self._runtime.rank == 0:
+            logger.warning(
+                "a %s cannot tell its position: a resume from this save restarts the epoch (torchdata's "
+                "StatefulDataLoader can)", kind,
+            )  # fmt: skip
+        self._warned = True
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _nothing() -> None:
+    return None

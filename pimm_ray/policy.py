@@ -1,0 +1,87 @@
+"""When to save and what to keep: settings that check themselves. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavePolicy:
+    """When the manager saves by itself.
+
+    Args:
+        every_steps: save at each optimizer step whose number is a multiple of this.
+        every_seconds: save when this long has passed since the last save. Rank 0's clock decides at one step and
+            all ranks save at the next.
+        at_end: save in `finish()` when the newest checkpoint is older.
+        timeout_seconds: how long ranks wait for each other at a save or a resume before `RankMissing` names the one
+            that did not come. Longer than the slowest save.
+
+    A save that falls on the last step of an epoch is taken after the epoch's own end (your evaluation, your own
+    `save()`), so that what it drew from the random streams is in it.
+    """
+
+    every_steps: int | None = None
+    every_seconds: float | None = None
+    at_end: bool = True
+    timeout_seconds: float = 1800.0
+
+    def __post_init__(self) -> None:
+        _positive(self, "every_steps", "every_seconds", "timeout_seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepPolicy:
+    """Which checkpoints of a run stay. The newest always does; nothing is deleted before its successor is complete.
+
+    Args:
+        last: how many of the newest.
+        best: how many of the best by `metric`, a key of `manager.save(metrics=...)`; NaN and missing rank last.
+        metric: name of that metric.
+        mode: whether a smaller ("min") or a larger ("max") value is better.
+        every_steps: those whose step is a multiple of this stay for good.
+    """
+
+    last: int = 3
+    best: int = 0
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
+    every_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        _positive(self, "last", "every_steps")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"KeepPolicy(mode={self.mode!r}): use 'min' or 'max'")
+        if self.best < 0:
+            raise ValueError(f"KeepPolicy(best={self.best}): use 0 or more")
+        if self.best and not self.metric:
+            raise ValueError(f"KeepPolicy(best={self.best}) needs metric=: the name that manager.save(metrics=) uses")
+
+    def score(self, metrics: Mapping[str, Any]) -> float:
+        """Larger is better; -inf for a metric that is missing or not a number."""
+        try:
+            value = float(metrics.get(self.metric or "", math.nan))
+        except (TypeError, ValueError):
+            return -math.inf
+        return -math.inf if math.isnan(value) else value if self.mode == "max" else -value
+
+    def kept(self, checkpoints: Sequence[tuple[str, int, Mapping[str, Any]]]) -> set[str]:
+        """Names to keep of `(name, step, metrics)`, newest first."""
+        names = {name for name, _, _ in checkpoints[: self.last]}
+        if self.every_steps:
+            names |= {name for name, step, _ in checkpoints if step % self.every_steps == 0}
+        if self.best:
+            scored = [(self.score(metrics), name) for name, _, metrics in checkpoints]
+            ranked = sorted((item for item in scored if item[0] > -math.inf), key=lambda item: -item[0])
+            names |= {name for _, name in ranked[: self.best]}
+        return names
+
+
+def _positive(policy: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(policy, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
+            raise ValueError(f"{type(policy).__name__}({name}={value!r}): use a number above 0, or None")

@@ -1,0 +1,112 @@
+"""Which checkpoint a run goes on from: chosen by rank 0, verified by all ranks, each its share."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from pimm_ray.checkpoint.find import CheckpointInfo, Problem, candidates, check_digests, check_sizes, open_manifest
+from pimm_ray.checkpoint.layout import CheckpointName, Manifest
+from pimm_ray.checkpoint.store import Store, open_store
+from pimm_ray.errors import CorruptCheckpoint, PimmRayError, StorageError
+from pimm_ray.runtime.base import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The verified checkpoint to resume from, or none, and what a run must know of its folder."""
+
+    store: Store | None = None
+    info: CheckpointInfo | None = None
+    manifest: Manifest | None = None
+    own: bool = False
+    """Whether it is one of this run's, not a given one."""
+    attempt: int = 1
+    damaged: frozenset[str] = field(default_factory=frozenset)
+    """Names of this run's newer folders that were passed over."""
+
+
+def choose(runtime: Runtime, given: Any) -> Choice:
+    """Newest good checkpoint of this run, else the given one, else none. Who calls it: every rank.
+
+    Says in one line what was passed over. Changes nothing in the folder.
+
+    Raises:
+        CheckpointNotFound, IncompleteCheckpoint, CorruptCheckpoint, ...: the given one would be used and is not good.
+    """
+
+    def listing(_: Any) -> dict[str, Any]:
+        names = candidates(runtime.store)
+        attempts = [parsed.attempt for name in names if (parsed := CheckpointName.parse(name))]
+        return {"names": names, "attempt": 1 + max(attempts, default=0)}
+
+    found = runtime.exchange("resume: list the run folder", None, listing)
+    passed: list[str] = []
+    for name in found["names"]:
+        store = runtime.store.child(name)
+        problem = _problem(runtime, store)
+        if problem is None:
+            info, manifest = _open(runtime, store)
+            _say(runtime, passed, ignored=given)
+            return Choice(
+                store=store, info=info, manifest=manifest, own=True, attempt=found["attempt"], damaged=frozenset(passed)
+            )
+        passed.append(name)
+        if runtime.rank == 0:
+            logger.warning("passed over %s: %s", name, problem)
+    if given is None:
+        _say(runtime, passed, ignored=None)
+        return Choice(attempt=found["attempt"], damaged=frozenset(passed))
+    store = open_store(given)
+    info, manifest = _open(runtime, store)
+    problem = _problem(runtime, store)
+    if problem is not None:
+        raise CorruptCheckpoint(f"the checkpoint to resume from, {store.path}, is damaged: {problem}", file=problem)
+    _say(runtime, passed, ignored=None)
+    return Choice(store=store, info=info, manifest=manifest, attempt=found["attempt"], damaged=frozenset(passed))
+
+
+def _problem(runtime: Runtime, store: Store) -> str | None:
+    """The first thing wrong with a candidate, found by all ranks together; the same answer on every rank."""
+
+    def shallow(_: Any) -> list[str]:
+        try:
+            _, manifest = open_manifest(store)
+            return [str(problem) for problem in check_sizes(store, manifest)]
+        except (PimmRayError, OSError) as error:
+            return [str(error)]
+
+    wrong = runtime.exchange(f"resume: look at {store.path}", None, shallow)
+    if wrong:
+        return str(wrong[0])
+
+    def share() -> list[str]:
+        try:
+            _, manifest = open_manifest(store)
+            problems: list[Problem] = check_digests(store, manifest, part=runtime.rank, parts=runtime.world_size)
+            return [str(problem) for problem in problems]
+        except (PimmRayError, OSError) as error:
+            return [f"rank {runtime.rank}: {error}"]
+
+    shares = runtime.gather(f"resume: verify {store.path}", share())
+    return next((problem for problems in shares for problem in problems), None)
+
+
+def _open(runtime: Runtime, store: Store) -> tuple[CheckpointInfo, Manifest]:
+    """The manifest, by every rank; all have read the same one."""
+    info, manifest = runtime.each(f"resume: open {store.path}", lambda: open_manifest(store))
+    if len(set(runtime.gather(f"resume: id of {store.path}", info.id))) > 1:
+        raise StorageError(f"ranks see different checkpoints at {store.path}: is the storage shared by all nodes?")
+    return info, manifest
+
+
+def _say(runtime: Runtime, passed: list[str], *, ignored: Any) -> None:
+    if runtime.rank:
+        return
+    if ignored is not None:
+        logger.info("the given checkpoint %s is not used: this run has newer ones of its own", ignored)
+    elif passed:
+        logger.warning("found nothing usable among the %d checkpoint folders of %s", len(passed), runtime.store.path)
