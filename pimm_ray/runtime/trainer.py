@@ -95,14 +95,14 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
     def fit(self) -> ray.train.Result:
         """Run the training; see Ray's `TorchTrainer.fit`.
 
-        A list of checkpoints that Ray left in the run folder and would now refuse (torn, of another Ray, or naming a
-        folder that was deleted by hand) is moved aside first: the checkpoints are found without it.
+        Ray keeps a list of a run's checkpoints in the run folder, and dies of it when it is torn, of another Ray, or
+        names a folder that was deleted by hand. Such a list is moved aside first and written anew.
 
         Raises:
             ray.train.TrainingFailedError: training failed more often than `FailureConfig` allows.
         """
         if self._run is not None:
-            _set_bad_snapshot_aside(self._run)
+            _mend_snapshot(self._run, self.run_config.checkpoint_config)
         return super().fit()
 
 
@@ -187,21 +187,33 @@ def _open_given(given: Any) -> CheckpointInfo:
     return info
 
 
-def _set_bad_snapshot_aside(run: Store) -> None:
-    reason = ray_private.snapshot_problem(run)
-    if reason is None:
+def _mend_snapshot(run: Store, config: Any) -> None:
+    """Give Ray's controller a list of this run's checkpoints that it can start from."""
+    reason, aside = ray_private.snapshot_problem(run), None
+    if reason is None and run.exists(ray_private.SNAPSHOT):
+        if config.checkpoint_score_attribute:
+            ray_private.restore_lost_scores(run, config.checkpoint_score_attribute)
         return
-    aside = f"{ray_private.SNAPSHOT}.aside-{int(time.time())}"
-    try:
-        run.filesystem.move(run.full(ray_private.SNAPSHOT), run.full(aside))
-    except OSError as error:
-        raise StorageError(
-            f"Ray cannot start on {run.full(ray_private.SNAPSHOT)} ({reason}), and it cannot be moved aside: {error}"
-        ) from error
-    logger.warning(
-        "Ray's list of checkpoints in %s was moved aside to %s because %s; the run continues from its newest good "
-        "checkpoint, and Ray's best_checkpoints start anew",
-        run.path,
-        aside,
-        reason,
-    )
+    if reason is not None:
+        aside = f"{ray_private.SNAPSHOT}.aside-{int(time.time())}"
+        try:
+            run.filesystem.move(run.full(ray_private.SNAPSHOT), run.full(aside))
+        except OSError as error:
+            raise StorageError(
+                f"Ray cannot start on {run.full(ray_private.SNAPSHOT)} ({reason}), and moving it aside failed: {error}"
+            ) from error
+    folders = {name: run.child(name) for name in reversed(candidates(run))}
+    metrics = {
+        name: open_checkpoint(store).metrics
+        for name, store in folders.items()
+        if not verify_checkpoint(store, deep=False)
+    }
+    listed = bool(metrics) and ray_private.write_snapshot(run, aside, metrics, config)
+    if reason is not None:
+        logger.warning(
+            "Ray's list of checkpoints in %s could not be used because %s; it was moved aside to %s%s",
+            run.path,
+            reason,
+            aside,
+            f", and the {len(metrics)} complete checkpoint(s) were listed anew" if listed else "",
+        )
