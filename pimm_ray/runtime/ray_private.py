@@ -1,0 +1,212 @@
+"""The only file that uses names which Ray does not promise. Where one is gone, Ray acts as it does without us."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pimm_ray.checkpoint.store import Store
+from pimm_ray.errors import StorageError
+
+_CONSTANTS = "ray.train.v2._internal.constants"
+_CONTEXT = "ray.train.v2._internal.execution.context"
+_MANAGER = "ray.train.v2._internal.execution.checkpoint.checkpoint_manager"
+_SNAPSHOT_LIMIT = 256 * 2**20
+_POLL_VARIABLE = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
+_POLL_SECONDS = 2.0
+SNAPSHOT = "checkpoint_manager_snapshot.json"
+"""Ray's list of the checkpoints it knows, in the run folder."""
+
+
+def check() -> list[str]:
+    """What this Ray no longer offers of what we use; empty means that all is as expected. Starts nothing."""
+    from ray.train import RunConfig
+
+    missing = []
+    for module, name, expected in (
+        (_CONSTANTS, "is_v2_enabled", None),
+        (_CONSTANTS, "HEALTH_CHECK_INTERVAL_S_ENV_VAR", _POLL_VARIABLE),
+        (_CONSTANTS, "DEFAULT_HEALTH_CHECK_INTERVAL_S", _POLL_SECONDS),
+        (_CONSTANTS, "CHECKPOINT_MANAGER_SNAPSHOT_FILENAME", SNAPSHOT),
+        (_CONTEXT, "get_train_context", None),
+    ):
+        found = _private(module, name)
+        if found is None or (expected is not None and found != expected):
+            missing.append(f"{module}.{name} is {found!r}" + (f", not {expected!r}" if expected is not None else ""))
+    context = _private(_CONTEXT, "TrainContext")
+    if "checkpoint" not in getattr(context, "__dataclass_fields__", {}):
+        missing.append(f"{_CONTEXT}.TrainContext has no field checkpoint")
+    fields = getattr(_private(_MANAGER, "_CheckpointManagerState"), "model_fields", {})
+    for name in ("ray_version", "checkpoint_results"):
+        if name not in fields:
+            missing.append(f"{_MANAGER}._CheckpointManagerState has no field {name}")
+    if not made_up_name(RunConfig().name or ""):
+        missing.append(f"RunConfig() without a name is called {RunConfig().name!r}")
+    return missing
+
+
+def v2_enabled() -> bool:
+    """Whether Ray Train runs its V2, by Ray's own reading of RAY_TRAIN_V2_ENABLED."""
+    import ray.train
+
+    if not hasattr(ray.train, "CheckpointUploadMode"):  # V1 was chosen when ray.train was imported
+        return False
+    enabled = _private(_CONSTANTS, "is_v2_enabled")
+    return True if enabled is None else bool(enabled())
+
+
+def made_up_name(name: str) -> bool:
+    """Whether a run is called what Ray calls runs that the user gave no name."""
+    return re.fullmatch(r"ray_train_run-[\d_-]+", name) is not None
+
+
+def poll_seconds() -> float:
+    """How often Ray's controller takes reports from the workers, in seconds."""
+    variable = _private(_CONSTANTS, "HEALTH_CHECK_INTERVAL_S_ENV_VAR") or _POLL_VARIABLE
+    default = _private(_CONSTANTS, "DEFAULT_HEALTH_CHECK_INTERVAL_S") or _POLL_SECONDS
+    try:
+        return float(os.environ.get(variable, default))
+    except ValueError:
+        return float(default)
+
+
+def offer_checkpoint(checkpoint: Any) -> None:
+    """Make `ray.train.get_checkpoint()` in this worker return `checkpoint` where it would return None.
+
+    Raises:
+        Exception: this Ray has no such place.
+    """
+    context = importlib.import_module(_CONTEXT).get_train_context()
+    if context.checkpoint is None:
+        context.checkpoint = checkpoint
+
+
+def snapshot_problem(run: Store) -> str | None:
+    """Why Ray's controller would die of the snapshot in this run folder; None when it would not, or there is none.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    import ray
+    from ray.train import Result
+
+    try:
+        document = _read_snapshot(run)
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return "it is torn"
+    if gone := sorted(entry["checkpoint_dir_name"] for entry in _entries(document) if not _there(run, entry)):
+        return f"it names checkpoint folders that are gone: {', '.join(gone)}"
+    try:
+        # Builds the same object from the same file as the controller does, read-only.
+        Result.from_path(run.path, storage_filesystem=run.filesystem)
+    except OSError as error:
+        raise StorageError(f"cannot read {run.full(SNAPSHOT)}: {error}") from error
+    except Exception as error:
+        version = document.get("ray_version") if isinstance(document, dict) else None
+        if version != ray.__version__:
+            return f"it was written by Ray {version}, and this Ray {ray.__version__} refuses it"
+        return f"Ray refuses it ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+    return None
+
+
+def write_snapshot(run: Store, aside: str | None, metrics: Mapping[str, Mapping[str, Any]], config: Any) -> bool:
+    """Write a new snapshot, so that Ray goes on keeping and deleting what it kept and deleted before.
+
+    Args:
+        run: the run folder, without a snapshot.
+        aside: name of the file with the snapshot before; its entries are taken over where their folders still exist.
+        metrics: of each complete checkpoint by folder name, oldest first.
+        config: the run's CheckpointConfig.
+
+    Returns:
+        Whether Ray accepts it. If not, there is none: Ray then starts with an empty list.
+    """
+    import ray
+
+    entries: dict[str, dict[str, Any]] = {
+        name: {"version": 0, "checkpoint_dir_name": name, "metrics": dict(own)} for name, own in metrics.items()
+    }
+    with contextlib.suppress(ValueError, FileNotFoundError):
+        kept = [entry for entry in _entries(_read_snapshot(run, aside or SNAPSHOT)) if _there(run, entry)]
+        foreign = {entry["checkpoint_dir_name"]: entry for entry in kept if entry["checkpoint_dir_name"] not in entries}
+        entries = {**foreign, **entries, **{entry["checkpoint_dir_name"]: entry for entry in kept}}
+    by_age = list(entries.values())
+    ranked = list(range(len(by_age)))
+    if attribute := config.checkpoint_score_attribute:
+        sign = 1.0 if config.checkpoint_score_order == "max" else -1.0
+        ranked.sort(key=lambda i: _score(by_age[i]["metrics"].get(attribute), sign))  # stable: the older one first
+    document = {
+        "ray_version": ray.__version__,
+        "checkpoint_results": [by_age[i] for i in ranked],
+        "checkpoint_report_indices": ranked,
+        "latest_checkpoint_result": by_age[-1] if by_age else None,
+        "pending_training_results": [],
+        "pending_validation_specs": [],
+        "current_report_index": len(by_age),
+        "validated_checkpoint_dir_names": [],
+        "timed_out_validation_checkpoint_dir_names": [],
+        "failed_validation_checkpoint_dir_names": [],
+    }
+    run.publish(SNAPSHOT, json.dumps(document).encode())
+    if snapshot_problem(run) is None:
+        return True
+    run.delete_file(SNAPSHOT)
+    return False
+
+
+def restore_lost_scores(run: Store, attribute: str) -> None:
+    """Put back the NaN scores of a readable snapshot.
+
+    Ray writes NaN and infinity as null, and after a restart its controller dies of the null when it ranks a checkpoint.
+    """
+    try:
+        document = _read_snapshot(run)
+    except FileNotFoundError:
+        return
+    entries = [*document["checkpoint_results"], document.get("latest_checkpoint_result")]
+    lost = [entry["metrics"] for entry in entries if entry and entry["metrics"].get(attribute, 0) is None]
+    for metrics in lost:
+        metrics[attribute] = float("nan")
+    if lost:
+        run.publish(SNAPSHOT, json.dumps(document).encode())
+
+
+def _read_snapshot(run: Store, name: str = SNAPSHOT) -> Any:
+    return json.loads(run.read(name, limit=_SNAPSHOT_LIMIT))
+
+
+def _entries(document: Any) -> list[dict[str, Any]]:
+    """What a snapshot says of each checkpoint, as far as it can be understood."""
+    results = document.get("checkpoint_results") if isinstance(document, dict) else None
+    return [
+        entry
+        for entry in (results if isinstance(results, list) else [])
+        if isinstance(entry, dict)
+        and isinstance(entry.get("checkpoint_dir_name"), str)
+        and isinstance(entry.get("metrics"), dict)
+    ]
+
+
+def _there(run: Store, entry: dict[str, Any]) -> bool:
+    return run.exists(entry["checkpoint_dir_name"])
+
+
+def _score(value: Any, sign: float) -> tuple[bool, float]:
+    """Ray's own order: NaN is worst, then what has no score."""
+    number = sign * value if isinstance(value, int | float) else float("nan") if value is None else float("-inf")
+    return (False, float("-inf")) if math.isnan(number) else (True, number)
+
+
+def _private(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None

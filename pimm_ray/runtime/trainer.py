@@ -1,0 +1,219 @@
+"""Ray's TorchTrainer, which takes `resume_from_checkpoint` again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pyarrow.fs as pafs
+import ray.train
+import ray.train.torch
+
+from pimm_ray.checkpoint.find import CheckpointInfo, candidates, find_checkpoint, open_checkpoint, verify_checkpoint
+from pimm_ray.checkpoint.store import Store, open_store
+from pimm_ray.errors import CorruptCheckpoint, PimmRayError, StorageError
+from pimm_ray.runtime import ray_private
+from pimm_ray.runtime.worker import WorkerLoop, absolute, show_messages
+
+logger = logging.getLogger(__name__)
+
+_KEEP_LAST = 3
+"""What `KeepPolicy()` means, for a run whose RunConfig does not say what Ray shall keep."""
+
+
+class TorchTrainer(ray.train.torch.TorchTrainer):
+    """`ray.train.torch.TorchTrainer` with the same arguments and the same `Result`, that can start from a checkpoint.
+
+    What a run starts from: its own newest good checkpoint (so the same command after a crash goes on); when it has
+    none, `resume_from_checkpoint`; when that is not given, nothing. One line says which, and what was passed over. A
+    failure during the run never goes back to `resume_from_checkpoint` once the run has a checkpoint of its own.
+
+    Who calls it: the driver. The loop restores itself with `CheckpointManager.resume()`; a loop that does without the
+    manager finds the same checkpoint in `ray.train.get_checkpoint()`.
+
+    Args:
+        train_loop_per_worker: your loop, with no parameter or one (`train_loop_config`).
+        run_config: give it a `name`: it is how the run is found again after the driver has died. Without a
+            `checkpoint_config` the newest 3 checkpoints are kept.
+        resume_from_checkpoint: path, URI or `ray.train.Checkpoint` of one checkpoint of any run. Relative paths are
+            relative to the driver's working directory. It is only read.
+        arguments: all others of Ray's trainer.
+
+    Raises:
+        CheckpointNotFound, IncompleteCheckpoint, CorruptCheckpoint, CheckpointVersionError, UnsafeCheckpoint:
+            `resume_from_checkpoint` cannot be used (before any worker starts).
+        StorageError: the run folder cannot be read.
+        PimmRayError: Ray Train V2 is switched off, or `resume_from_checkpoint` names the Hugging Face Hub.
+
+    Example:
+        >>> TorchTrainer(
+        ...     train_loop,
+        ...     scaling_config=ScalingConfig(num_workers=4),
+        ...     run_config=RunConfig(name="demo-2", storage_path="s3://bucket/runs"),
+        ...     resume_from_checkpoint="s3://bucket/runs/demo/checkpoint_00004000-0002-51d0",
+        ... ).fit()
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[..., Any],
+        *,
+        scaling_config: ray.train.ScalingConfig | None = None,
+        run_config: ray.train.RunConfig | None = None,
+        resume_from_checkpoint: ray.train.Checkpoint | str | os.PathLike[str] | None = None,
+        **arguments: Any,
+    ):
+        if not ray_private.v2_enabled():
+            raise PimmRayError(
+                "pimm_ray needs Ray Train V2, which is switched off here: unset RAY_TRAIN_V2_ENABLED before ray.train "
+                "is imported (it is on by default since Ray 2.51)"
+            )
+        show_messages()
+        given = _checked_source(resume_from_checkpoint)
+        if run_config is None:
+            run_config = ray.train.RunConfig()
+        self._run: Store | None = None
+        local_mode = scaling_config is not None and scaling_config.num_workers == 0
+        if local_mode and given is not None:
+            raise PimmRayError(
+                "resume_from_checkpoint needs workers, and ScalingConfig(num_workers=0) has none: use num_workers=1, "
+                "or give the checkpoint to CheckpointManager.resume(checkpoint=...) in the loop"
+            )
+        if isinstance(run_config, ray.train.RunConfig) and not local_mode:
+            run_config = _completed(run_config)
+            self._run = _run_folder(run_config)
+            _announce(self._run, given)
+        super().__init__(
+            WorkerLoop(train_loop_per_worker, given), scaling_config=scaling_config, run_config=run_config, **arguments
+        )
+
+    def fit(self) -> ray.train.Result:
+        """Run the training; see Ray's `TorchTrainer.fit`.
+
+        Ray keeps a list of a run's checkpoints in the run folder, and dies of it when it is torn, of another Ray, or
+        names a folder that was deleted by hand. Such a list is moved aside first and written anew.
+
+        Raises:
+            ray.train.TrainingFailedError: training failed more often than `FailureConfig` allows.
+        """
+        if self._run is not None:
+            _mend_snapshot(self._run, self.run_config.checkpoint_config)
+        return super().fit()
+
+
+def _checked_source(source: Any) -> Any:
+    if isinstance(source, str) and source.startswith("hf://"):
+        raise PimmRayError(
+            f"cannot resume from {source}: the Hub holds weights only, and a run resumes with its optimizer, loader "
+            "position and random state too. Give a checkpoint folder of a run, or load these weights in the loop"
+        )
+    return None if source is None else absolute(source)
+
+
+def _completed(run_config: ray.train.RunConfig) -> ray.train.RunConfig:
+    """The user's RunConfig, with what we add; theirs stays as it is."""
+    if ray_private.made_up_name(run_config.name or ""):
+        warnings.warn(
+            "RunConfig has no name, so this run cannot be found again when its driver dies: write "
+            'RunConfig(name="my-run", ...) and start the same command again to continue',
+            stacklevel=3,
+        )
+    changes: dict[str, Any] = {}
+    if run_config.storage_filesystem is None and "://" not in str(run_config.storage_path):
+        changes["storage_path"] = absolute(str(run_config.storage_path))
+    if run_config.checkpoint_config == ray.train.CheckpointConfig():
+        logger.info(
+            "keep: last=%d (RunConfig has no checkpoint_config; CheckpointConfig(num_to_keep=...) says otherwise)",
+            _KEEP_LAST,
+        )
+        changes["checkpoint_config"] = ray.train.CheckpointConfig(num_to_keep=_KEEP_LAST)
+    return replace(run_config, **changes)
+
+
+def _run_folder(run_config: ray.train.RunConfig) -> Store:
+    path, filesystem = str(run_config.storage_path), run_config.storage_filesystem
+    if filesystem is None:
+        try:
+            filesystem, path = pafs.FileSystem.from_uri(path)
+        except (OSError, ValueError) as error:
+            raise StorageError(f"cannot open RunConfig(storage_path={path!r}): {error}") from error
+    return open_store(path, filesystem).child(str(run_config.name))
+
+
+def _announce(run: Store, given: Any) -> None:
+    """Check the given checkpoint, and say what the run will start from and what is passed over."""
+    own = find_checkpoint(run, verified=False)
+    named = getattr(given, "path", given)
+    if own is not None:
+        if given is None:
+            logger.info("start: checkpoint=%s (newest of this run)", own.path)
+            return
+        try:
+            _open_given(given)
+        except (PimmRayError, OSError) as error:
+            logger.warning("resume_from_checkpoint=%s cannot be used (%s); this run does not need it", named, error)
+        logger.warning(
+            "start: checkpoint=%s (newest of this run) passed_over=%s (resume_from_checkpoint: only for a run without "
+            "a checkpoint of its own; to start from it, give RunConfig another name)",
+            own.path,
+            named,
+        )
+        return
+    names = candidates(run)
+    found = f"nothing usable among {len(names)} checkpoint folder(s)" if names else "no checkpoint"
+    if given is None:
+        logger.log(logging.WARNING if names else logging.INFO, "start: fresh (%s in %s)", found, run.path)
+        return
+    info = _open_given(given)
+    logger.info(
+        "start: checkpoint=%s step=%d (resume_from_checkpoint; %s in %s)", info.path, info.step, found, run.path
+    )
+
+
+def _open_given(given: Any) -> CheckpointInfo:
+    info = open_checkpoint(given)
+    if problems := verify_checkpoint(given, deep=False):
+        raise CorruptCheckpoint(
+            f"{info.path} cannot be resumed from: {problems[0]}. Use an older checkpoint",
+            file=problems[0].file,
+            expected=problems[0].expected,
+            found=problems[0].found,
+        )
+    return info
+
+
+def _mend_snapshot(run: Store, config: Any) -> None:
+    """Give Ray's controller a list of this run's checkpoints that it can start from."""
+    reason, aside = ray_private.snapshot_problem(run), None
+    if reason is None and run.exists(ray_private.SNAPSHOT):
+        if config.checkpoint_score_attribute:
+            ray_private.restore_lost_scores(run, config.checkpoint_score_attribute)
+        return
+    if reason is not None:
+        aside = f"{ray_private.SNAPSHOT}.aside-{int(time.time())}"
+        try:
+            run.filesystem.move(run.full(ray_private.SNAPSHOT), run.full(aside))
+        except OSError as error:
+            raise StorageError(
+                f"Ray cannot start on {run.full(ray_private.SNAPSHOT)} ({reason}), and moving it aside failed: {error}"
+            ) from error
+    folders = {name: run.child(name) for name in reversed(candidates(run))}
+    metrics = {
+        name: open_checkpoint(store).metrics
+        for name, store in folders.items()
+        if not verify_checkpoint(store, deep=False)
+    }
+    listed = bool(metrics) and ray_private.write_snapshot(run, aside, metrics, config)
+    if reason is not None:
+        logger.warning(
+            "Ray's list of checkpoints in %s could not be used because %s; it was moved aside to %s%s",
+            run.path,
+            reason,
+            aside,
+            f", and the {len(metrics)} complete checkpoint(s) were listed anew" if listed else "",
+        )
