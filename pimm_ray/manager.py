@@ -335,7 +335,7 @@ class CheckpointManager:
         for scheduler in self._objects.schedulers if self._replayed else ():
             if dropped and plan.schedule == "extend" and schedule.follows_steps(scheduler, self._progress.step):
                 schedule.extend(scheduler, position.window)
-            schedule.hold(scheduler, say=dropped and self._runtime.rank == 0)
+            schedule.hold(scheduler, say=self._runtime.rank == 0)
 
     def _prepare_streams(self, own: dict[str, Any], saved_world: int, plan: ResumePlan) -> None:
         rank, generators = self._runtime.rank, self._cursor.generators

@@ -32,13 +32,24 @@ def require_horizon(schedulers: Iterable[Any]) -> None:
 
 
 def extend(scheduler: Any, steps: int) -> None:
-    """Move the horizon of a schedule `steps` further."""
+    """Move the horizon of a schedule `steps` further. Only what is left of it is stretched, so that the learning rate
+    goes on from where it is and ends where it was planned to; a schedule at its end stays there."""
     attribute = _HORIZON[type(scheduler)]
-    before = getattr(scheduler, attribute)
+    before, now = getattr(scheduler, attribute), scheduler.last_epoch
+    if now >= _last_step(scheduler):
+        return
     setattr(scheduler, attribute, before + steps)
     if isinstance(scheduler, lr_scheduler.OneCycleLR):
-        for phase in scheduler._schedule_phases:
-            phase["end_step"] = (phase["end_step"] + 1) * (before + steps) / before - 1
+        *_, rise, fall = scheduler._schedule_phases
+        start, end = rise["end_step"], fall["end_step"]
+        fall["end_step"] = end + steps
+        if now > start:
+            done = (now - start) / (end - start)
+            rise["end_step"] = now - (end + steps - now) * done / (1 - done)
+    elif isinstance(scheduler, lr_scheduler.LinearLR):
+        factor = scheduler.start_factor + (scheduler.end_factor - scheduler.start_factor) * now / before
+        slope = (scheduler.end_factor - factor) / (before + steps - now)
+        scheduler.start_factor = factor - slope * now
 
 
 def hold(scheduler: Any, *, say: bool) -> None:
@@ -51,10 +62,10 @@ def hold(scheduler: Any, *, say: bool) -> None:
                 type(scheduler).__name__,
             )
         return
-    last = getattr(scheduler, attribute) - isinstance(scheduler, lr_scheduler.OneCycleLR)
+    last = _last_step(scheduler)
     if scheduler.last_epoch > last:
         return
-    step = scheduler.step
+    step, state_dict = scheduler.step, scheduler.state_dict
 
     @functools.wraps(step)
     def held(*args: Any, **kwargs: Any) -> None:
@@ -65,8 +76,18 @@ def hold(scheduler: Any, *, say: bool) -> None:
             if say:
                 logger.warning("schedule held at its end: %s=%s, step %s", attribute, last, scheduler.last_epoch)
 
+    @functools.wraps(state_dict)
+    def state_without_guard() -> dict[str, Any]:
+        # torch's state_dict is the instance's whole __dict__, so it would hold these two functions.
+        return {key: value for key, value in state_dict().items() if key not in ("step", "state_dict")}
+
     held.said = False  # type: ignore[attr-defined]
-    scheduler.step = held
+    scheduler.step, scheduler.state_dict = held, state_without_guard
+
+
+def _last_step(scheduler: Any) -> int:
+    """The `last_epoch` at which a schedule has arrived."""
+    return int(getattr(scheduler, _HORIZON[type(scheduler)])) - isinstance(scheduler, lr_scheduler.OneCycleLR)
 
 
 def follows_steps(scheduler: Any, global_step: int) -> bool:
