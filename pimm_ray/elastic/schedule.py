@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -54,19 +53,19 @@ def hold(scheduler: Any, *, say: bool) -> None:
     last = getattr(scheduler, attribute) - isinstance(scheduler, lr_scheduler.OneCycleLR)
     if scheduler.last_epoch > last:
         return
-    step = scheduler.step
+    kind = type(scheduler)
+    said = not say
 
-    @functools.wraps(step)
-    def held(*args: Any, **kwargs: Any) -> None:
-        if scheduler.last_epoch < last:
-            step(*args, **kwargs)
-        elif not held.said:  # type: ignore[attr-defined]
-            held.said = True  # type: ignore[attr-defined]
-            if say:
-                logger.warning("schedule held at its end: %s=%s, step %s", attribute, last, scheduler.last_epoch)
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal said
+        if self.last_epoch < last:
+            kind.step(self, *args, **kwargs)
+        elif not said:
+            said = True
+            logger.warning("schedule held at its end: %s=%d, step %d", attribute, last, self.last_epoch)
 
-    held.said = False  # type: ignore[attr-defined]
-    scheduler.step = held
+    # A class of its own, not an attribute of the instance: those are part of a scheduler's state_dict.
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
 
 
 def follows_steps(scheduler: Any, global_step: int) -> bool:
