@@ -23,15 +23,16 @@ _HORIZON = {
 def require_horizon(schedulers: Iterable[Any]) -> None:
     """Raises PimmRayError when one of them has no horizon that we know."""
     for scheduler in schedulers:
-        if type(scheduler) not in _HORIZON:
+        if _end(scheduler) is None:
             raise PimmRayError(
                 f"ElasticPolicy(schedule='extend') cannot extend a {type(scheduler).__name__}: use schedule='hold', or "
-                f"one of {', '.join(kind.__name__ for kind in _HORIZON)}"
+                f"one of {', '.join(kind.__name__ for kind in _HORIZON)}, or a SequentialLR that ends in one"
             )
 
 
 def extend(scheduler: Any, steps: int) -> None:
     """Move the horizon of a schedule `steps` further."""
+    scheduler = _last_part(scheduler)
     attribute = _HORIZON[type(scheduler)]
     before = getattr(scheduler, attribute)
     setattr(scheduler, attribute, before + steps)
@@ -42,15 +43,14 @@ def extend(scheduler: Any, steps: int) -> None:
 
 def hold(scheduler: Any, *, say: bool) -> None:
     """Make `scheduler.step` on this instance keep the last learning rate once its horizon is reached."""
-    attribute = _HORIZON.get(type(scheduler))
-    if attribute is None:
+    last = _end(scheduler)
+    if last is None:
         if say:
             logger.warning(
                 "%s has no known horizon: replayed steps may run it past the end that you planned",
                 type(scheduler).__name__,
             )
         return
-    last = getattr(scheduler, attribute) - isinstance(scheduler, lr_scheduler.OneCycleLR)
     if scheduler.last_epoch > last:
         return
     kind = type(scheduler)
@@ -62,7 +62,7 @@ def hold(scheduler: Any, *, say: bool) -> None:
             kind.step(self, *args, **kwargs)
         elif not said:
             said = True
-            logger.warning("schedule held at its end: %s=%d, step %d", attribute, last, self.last_epoch)
+            logger.warning("%s held at its end, step %d", kind.__name__, last)
 
     # A class of its own, not an attribute of the instance: those are part of a scheduler's state_dict.
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
@@ -71,3 +71,16 @@ def hold(scheduler: Any, *, say: bool) -> None:
 def follows_steps(scheduler: Any, global_step: int) -> bool:
     """Whether this schedule is advanced once a step (and not once an epoch)."""
     return bool(scheduler.last_epoch >= global_step > 0)
+
+
+def _last_part(scheduler: Any) -> Any:
+    return _last_part(scheduler._schedulers[-1]) if isinstance(scheduler, lr_scheduler.SequentialLR) else scheduler
+
+
+def _end(scheduler: Any) -> int | None:
+    """The `last_epoch` at which a schedule has its last planned learning rate."""
+    if isinstance(scheduler, lr_scheduler.SequentialLR):
+        own = _end(scheduler._schedulers[-1])
+        return None if own is None else int(scheduler._milestones[-1]) + own
+    attribute = _HORIZON.get(type(scheduler))
+    return int(getattr(scheduler, attribute)) - isinstance(scheduler, lr_scheduler.OneCycleLR) if attribute else None
