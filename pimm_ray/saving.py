@@ -207,7 +207,8 @@ class Saver:
                 if name not in self._metrics_of:
                     self._metrics_of[name] = open_checkpoint(self._runtime.store.child(name)).metrics
             except IncompleteCheckpoint:
-                self._discard(self._runtime.store.child(name))
+                if _parsed(name) < _parsed(newest.name):  # a newer one may be the save of a run that took over
+                    self._discard(self._runtime.store.child(name))
                 continue
             except PimmRayError:
                 continue
