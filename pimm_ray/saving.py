@@ -213,6 +213,9 @@ class Saver:
             except PimmRayError:
                 continue
             complete.append((name, _parsed(name).step, self._metrics_of[name]))
+        if self._keep.best and self._keep.score(newest.metrics) == -math.inf:
+            value = newest.metrics.get(str(self._keep.metric), "missing")
+            logger.info("%s ranks last among the best: its %s is %s", newest.name, self._keep.metric, value)
         kept = self._keep.kept(complete)
         for name, _, _ in complete:
             if name not in kept and name != newest.name:
