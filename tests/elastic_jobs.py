@@ -65,6 +65,8 @@ class Job:
     folder: Path
     steps: int | None = None
     """Optimizer steps of this attempt; then it saves and leaves in mid-epoch. None: to the end."""
+    save: bool = True
+    """Whether it saves when it leaves."""
     epochs: int = 1
     samples: int = 40
     batch: int = 2
@@ -133,7 +135,8 @@ class Job:
                     story.rates.append(optimizer.param_groups[0]["lr"])
                     self.on_step(manager, done)
                     if done == self.steps:
-                        manager.save()
+                        if self.save:
+                            manager.save()
                         break
                 if done == self.steps or self.steps == 0:
                     break
