@@ -112,6 +112,7 @@ class Job:
                     "moments": [{k: v.tolist() for k, v in optimizer.state[p].items()} for p in model.parameters()],
                     "rate": [group["lr"] for group in optimizer.param_groups],
                     "schedule": schedule,
+                    "scaler": "scaler" in options and options["scaler"].state_dict(),
                     "state": manager.state,
                     "draws": next_draws(),
                 }

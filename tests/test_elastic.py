@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.amp import GradScaler
 from torch.optim import lr_scheduler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -29,8 +30,9 @@ def cosine(optimizer):
 
 @pytest.mark.parametrize("before, after", [(4, 2), (2, 4)])
 def test_another_world_drops_the_cursor_on_every_rank_and_keeps_all_else(tmp_path, before, after):
-    saved = Job(tmp_path, steps=3, schedule=cosine).on(before)
-    job = Job(tmp_path, schedule=cosine, batch=2 * before // after, steps=0)
+    saved = Job(tmp_path, steps=3, schedule=cosine, options={"scaler": GradScaler("cpu", init_scale=64.0)}).on(before)
+    options = {"scaler": GradScaler("cpu")}
+    job = Job(tmp_path, schedule=cosine, batch=2 * before // after, steps=0, options=options)
     first, second = job.on(after), job.on(after)
     finished = job.but(steps=None).on(after)
 
@@ -40,7 +42,7 @@ def test_another_world_drops_the_cursor_on_every_rank_and_keeps_all_else(tmp_pat
         assert (story.plan.cursor, story.plan.samples_repeated, story.plan.step) == ("dropped", consumed, 3)
         assert story.plan.reason == f"workers {before} -> {after}; batch size 2 -> {2 * before // after}"
         assert without_draws(story.restored) == without_draws(saved[0].left) | {"state": story.restored["state"]}
-        assert story.restored["moments"][0]["exp_avg"] != 0
+        assert story.restored["moments"][0]["exp_avg"] != 0 and story.restored["scaler"]["scale"] == 64
         state = story.restored["state"]
         assert (state.epoch, state.iter_in_epoch, state.global_step, state.samples_seen) == (0, 0, 3, consumed)
     told = [line for story in first for line in story.lines if "cursor=dropped" in line]
