@@ -284,8 +284,7 @@ class CheckpointManager:
         document, snapshot, own = runtime.each("resume: read", read)
         self._seed = document["seed"]
         position = Position(**document["position"])
-        now = self._cursor.shape(runtime.world_size, self._seed)
-        plan = plan_resume(RunShape(**document["shape"]), now, self._elastic, position)
+        plan = self._agreed_plan(own["shape"], position)
         if plan.schedule == "extend":
             schedule.require_horizon(self._objects.schedulers)
         if warmup is not None and manifest.step > 0:
@@ -314,6 +313,15 @@ class CheckpointManager:
             notes=(*plan.notes, *notes),
         )
 
+    def _agreed_plan(self, saved: dict[str, Any], position: Position) -> ResumePlan:
+        """Each rank's data may have a shape of its own, but when one rank drops its position all do."""
+        now = asdict(self._cursor.shape(self._runtime.world_size, self._seed))
+        plans = [
+            plan_resume(RunShape(**before), RunShape(**after), self._elastic, position)
+            for before, after in self._runtime.gather("resume: shapes", [saved, now])
+        ]
+        return next((plan for plan in plans if plan.reason), plans[0])
+
     def _take_position(self, document: dict[str, Any], position: Position, plan: ResumePlan) -> None:
         trainer, dropped = document["trainer"], plan.cursor == "dropped"
         kept = position if plan.cursor == "kept" else Position(epoch=position.epoch)
@@ -335,7 +343,7 @@ class CheckpointManager:
         for scheduler in self._objects.schedulers if self._replayed else ():
             if dropped and plan.schedule == "extend" and schedule.follows_steps(scheduler, self._progress.step):
                 schedule.extend(scheduler, position.window)
-            schedule.hold(scheduler, say=dropped and self._runtime.rank == 0)
+            schedule.hold(scheduler, say=self._runtime.rank == 0)
 
     def _prepare_streams(self, own: dict[str, Any], saved_world: int, plan: ResumePlan) -> None:
         rank, generators = self._runtime.rank, self._cursor.generators
@@ -409,6 +417,7 @@ class CheckpointManager:
                 "epoch_rng": self._epoch_streams if within else None,
                 "loader": self._cursor.state() if within else None,
                 "batches": progress.batches if within else 0,
+                "shape": asdict(self._cursor.shape(runtime.world_size, self._seed)),
             }
             return Share(collect(self._objects), own, rank=runtime.rank, world=runtime.world_size)
 
