@@ -128,8 +128,10 @@ class Training:
         dataset = Numbers(job.samples, augment=job.workers == 0)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
+            # No bias before the BatchNorm: its gradient would be nothing but rounding, which AdamW makes large.
+            first = nn.Linear(4, 16, bias=False)
             net = nn.Sequential(
-                nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 9), nn.Linear(9, 1)
+                first, nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 9), nn.Linear(9, 1)
             )
         self.model = DistributedDataParallel(net) if world > 1 else net
         self.optimizer = job.optimizer(net.parameters())
@@ -176,6 +178,11 @@ class Training:
                 self.manager.save()
             die()
 
+    def drop_window(self) -> None:
+        """Forget the batches that no step has used."""
+        self.window = []
+        self.optimizer.zero_grad()
+
     def after_epoch(self) -> None:
         """An evaluation, which draws from the global stream because it iterates a DataLoader."""
         if self.job.evaluate:
@@ -209,7 +216,7 @@ def attempt(rank: int, folder: str, job: Job, every: int | None, ends: Break | N
     return run.finish()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def twin(job: Job, world: int = 1) -> list[Record]:
     """The records, by rank, of a run that is never interrupted and never saves."""
     with tempfile.TemporaryDirectory() as folder:

@@ -31,7 +31,9 @@ class Outcome:
     killed: bool = False
 
 
-def run_ranks(world: int, program: Callable[..., Any], *args: Any, timeout: float = 90, group: bool = True) -> list[Any]:
+def run_ranks(
+    world: int, program: Callable[..., Any], *args: Any, timeout: float = 90, group: bool = True
+) -> list[Any]:
     """`program(rank, *args)` in `world` processes; their return values by rank. Any failure fails the test."""
     outcomes = try_ranks(world, program, *args, timeout=timeout, group=group)
     for rank, outcome in enumerate(outcomes):
@@ -63,7 +65,7 @@ def try_ranks(
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
-                    outcomes[rank] = pickle.loads(pipe.recv_bytes())
+                    outcomes[rank] = pickle.loads(pipe.recv_bytes())  # noqa: S301 (our own child)
                 except EOFError:
                     pass
     finally:
