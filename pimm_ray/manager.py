@@ -114,7 +114,7 @@ class CheckpointManager:
         self._iteration: object | None = None
         self._kept_loader_state: Any = None
         self._epoch_streams: dict[str, Any] | None = None
-        self._restore_streams: Callable[[], None] = _nothing
+        self._resumed_streams: dict[str, Any] | None = None
         self._asked: tuple[str, Mapping[str, Any]] | None = None
         self._metrics: dict[str, Any] = {}
         self._saved_at = time.monotonic()
@@ -212,6 +212,7 @@ class CheckpointManager:
         self._require_resume()
         self._metrics = check_metrics(metrics)
         self._progress.commit()
+        self._resumed_streams = None
         signal = self._runtime.collect_signal()
         policy = self._save_policy
         if self._asked is None:
@@ -347,25 +348,22 @@ class CheckpointManager:
 
     def _prepare_streams(self, own: dict[str, Any], saved_world: int, plan: ResumePlan) -> None:
         rank, generators = self._runtime.rank, self._cursor.generators
-        derived = rank >= saved_world or self._elastic.rng == "reseed"
-
-        def put_back() -> None:
-            if derived:
-                rng.derive(self._seed, rank, self._generation)
-                rng.restore_generators(own["rng"], generators)
-            else:
-                rng.restore(own["rng"], generators)
-
+        if rank >= saved_world or self._elastic.rng == "reseed":
+            rng.derive(self._seed, rank, self._generation)
+            rng.restore_generators(own["rng"], generators)
+            self._resumed_streams = rng.capture(generators)
+        else:
+            rng.restore(own["rng"], generators)
+            self._resumed_streams = own["rng"]
         if plan.cursor == "kept":
             self._progress.batches = own["batches"]
             self._kept_loader_state, self._epoch_streams = own["loader"], own["epoch_rng"]
-        self._restore_streams = put_back
-        put_back()
 
     def _settle_streams(self) -> None:
         """Put the streams where the checkpoint had them, once, at the last moment before the loop draws from them."""
-        self._restore_streams()
-        self._restore_streams = _nothing
+        if self._resumed_streams is not None:
+            rng.restore(self._resumed_streams, self._cursor.generators)
+        self._resumed_streams = None
 
     def _begin_epoch(self) -> Iterator[Any]:
         progress, kept = self._progress, self._kept_loader_state
@@ -412,10 +410,11 @@ class CheckpointManager:
             self._refuse_or_warn()
 
         def make() -> Share:
+            # Between a resume and the first batch neither streams nor loader are where the run goes on from.
             own = {
-                "rng": rng.capture(self._cursor.generators),
+                "rng": self._resumed_streams or rng.capture(self._cursor.generators),
                 "epoch_rng": self._epoch_streams if within else None,
-                "loader": self._cursor.state() if within else None,
+                "loader": (self._kept_loader_state or self._cursor.state()) if within else None,
                 "batches": progress.batches if within else 0,
                 "shape": asdict(self._cursor.shape(runtime.world_size, self._seed)),
             }
@@ -473,7 +472,3 @@ class CheckpointManager:
 
 def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _nothing() -> None:
-    return None
