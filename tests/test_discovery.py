@@ -5,9 +5,11 @@ import random
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
 from pimm_ray import SavePolicy, errors, find_checkpoint, open_checkpoint, verify_checkpoint
 from tests.elastic_jobs import Job, copy_as, flip_byte, folders, listening, newest_step, said, steps_kept
@@ -132,6 +134,14 @@ def test_checkpoints_open_verify_and_are_found_without_a_process_group(run):
     assert find_checkpoint(run) == find_checkpoint(str(run)) == find_checkpoint(f"file://{run}")
 
 
+def test_a_path_inside_another_filesystem_may_begin_with_a_slash(run):
+    node = SubTreeFileSystem(str(run.parent), LocalFileSystem())
+    for path in ("run", "/run", "/run/"):
+        folder = SimpleNamespace(filesystem=node, path=path)
+        assert find_checkpoint(folder).step == 5
+        assert verify_checkpoint(SimpleNamespace(filesystem=node, path=f"{path}/{only(run).name}")) == []
+
+
 def test_verifying_names_the_file_and_what_was_expected_and_found(run):
     path = only(run)
     weights = path / "weights/model.safetensors"
@@ -229,6 +239,25 @@ def test_a_damaged_named_checkpoint_is_an_error_on_all_ranks(run, tmp_path, file
     first, second = (outcome.value for outcome in outcomes)
     assert first == second and file in first[0]
     assert first[1] == file and first[2] != first[3] and len(first[2]) == 16
+
+
+def test_a_named_checkpoint_serves_a_run_whose_own_ones_are_all_damaged(run, tmp_path):
+    own = tmp_path / "own"
+    Job(own, steps=1).alone()
+    flip_byte(only(own) / "state.json")
+    story = Job(own, steps=1, checkpoint=only(run)).alone()
+    assert story.plan.step == 5 and said(story.lines, "passed over", "state.json: digest") == 1
+    assert newest_step(own) == 6 and folders(own)[-1].startswith("checkpoint_00000006-0002")
+
+
+def test_storage_that_not_all_ranks_share_is_an_error_and_not_a_fresh_start(run, tmp_path):
+    def resume(rank):
+        node = SubTreeFileSystem(str([run.parent, tmp_path / "another disk"][rank]), LocalFileSystem())
+        Job(SimpleNamespace(filesystem=node, path="run"))(rank)
+
+    outcomes = try_ranks(2, resume)
+    assert [outcome.kind for outcome in outcomes] == ["StorageError"] * 2
+    assert all("ranks [1] cannot open" in outcome.error and "shared" in outcome.error for outcome in outcomes)
 
 
 # A step back

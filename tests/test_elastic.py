@@ -71,12 +71,11 @@ def test_a_changed_global_batch_is_told_once_with_both_numbers(tmp_path):
 
 def test_ranks_that_come_back_later_get_other_streams_than_before(tmp_path):
     Job(tmp_path, steps=1).alone()
-    first = [story.left["draws"] for story in Job(tmp_path, steps=1).on(3)]
+    first = [story.restored["draws"] for story in Job(tmp_path, steps=1).on(3)]
     Job(tmp_path, steps=1).alone()
     later = [story.restored["draws"] for story in Job(tmp_path, steps=0).on(3)]
     fresh = [story.restored["draws"] for story in Job(tmp_path / "other", steps=0).on(3)]
-    streams = {tuple(draws) for draws in [*first, *later, *fresh]}
-    assert len(streams) == 9
+    assert len({tuple(draws) for draws in [*first, *later, *fresh]}) == 9
 
 
 def test_derived_streams_depend_on_seed_rank_and_generation_alone():
@@ -239,6 +238,14 @@ def test_a_plain_loader_restarts_its_epoch_in_another_order_and_says_why_at_the_
     assert sorted(story.ids[0]) == sorted(ALL) and story.ids[0][:6] != saved.ids[0]
 
 
+def test_cursor_fail_refuses_a_save_whose_position_could_not_be_kept(tmp_path):
+    with pytest.raises(errors.DataChanged, match="StatefulDataLoader"):
+        Job(tmp_path, steps=3, loader=plain, options={"elastic": ElasticPolicy(cursor="fail")}).alone()
+    assert folders(tmp_path) == []
+    Job(tmp_path, loader=plain, options={"elastic": ElasticPolicy(cursor="fail")}).alone()
+    assert steps_kept(tmp_path) == [20]
+
+
 def test_a_batch_sampler_counts_and_restarts_too(tmp_path):
     def batched(job, rank, world):
         sampler = DistributedSampler(Numbers(40), num_replicas=world, rank=rank, seed=1)
@@ -261,6 +268,14 @@ SCHEDULES = {
     "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=0.01),
     "PolynomialLR": lambda optimizer: lr_scheduler.PolynomialLR(optimizer, total_iters=20, power=1.5),
     "LinearLR": lambda optimizer: lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20),
+    "SequentialLR": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=5),
+            lr_scheduler.CosineAnnealingLR(optimizer, T_max=15),
+        ],
+        milestones=[5],
+    ),
 }
 DROP = {choice: {"elastic": ElasticPolicy(cursor="drop", schedule=choice)} for choice in ("hold", "extend")}
 
