@@ -251,6 +251,8 @@ class Saver:
             if store.exists(layout.MARKER):
                 store.delete_file(layout.MARKER)
             store.remove()
+        except FileNotFoundError:
+            return  # Ray was deleting it too
         except (PimmRayError, OSError) as error:
             logger.warning("could not delete %s: %s", store.path, error)
 
