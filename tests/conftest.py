@@ -3,6 +3,7 @@ import os
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer imports it, which would cost each forked rank seconds
 
 # Forked ranks must not inherit a thread pool.
 torch.set_num_threads(1)
