@@ -5,6 +5,8 @@ import pytest
 import torch
 import torch._dynamo  # the first optimizer imports it, which would cost each forked rank seconds
 
+pytest.register_assert_rewrite("tests.jobs")
+
 # Forked ranks must not inherit a thread pool.
 torch.set_num_threads(1)
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
