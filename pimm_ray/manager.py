@@ -383,7 +383,7 @@ class CheckpointManager:
             )
         if kept is None:
             self._epoch_streams = rng.capture(self._cursor.generators)
-        iterator = self._cursor.iterate(kept)
+        iterator = self._cursor.iterate(kept, consumed=progress.batches, begun=progress.epoch > 0)
         self._settle_streams()
         return iterator
 
