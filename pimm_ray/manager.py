@@ -29,6 +29,7 @@ from pimm_ray.saving import Agreed, Saver, check_metrics
 logger = logging.getLogger(__name__)
 
 _SAVE, _REPORT = 1, 2
+_END = object()
 _DEFAULT_SAVE, _DEFAULT_KEEP, _DEFAULT_ELASTIC = SavePolicy(), KeepPolicy(), ElasticPolicy()
 
 
@@ -185,13 +186,18 @@ class CheckpointManager:
         mine = self._iteration = object()
         index, in_all = self._progress.batches, self._cursor.batches_per_epoch
         try:
-            for batch in self._begin_epoch():
+            iterator = self._begin_epoch()
+            batch = next(iterator, _END)
+            while batch is not _END:
                 samples = self._cursor.samples_in(batch, index)
                 index += 1
-                self._progress.hand_over(samples, last=index == in_all)
+                # A sampler may draw when it finds its end: before a save that will stand at the next epoch's start.
+                ahead = next(iterator, _END) if index == in_all else None
+                self._progress.hand_over(samples, last=ahead is _END)
                 yield batch
                 if self._iteration is not mine:
                     return
+                batch = next(iterator, _END) if ahead is None else ahead
         finally:
             if self._iteration is mine:
                 self._end_epoch()
