@@ -331,7 +331,8 @@ class CheckpointManager:
 
     def _take_position(self, document: dict[str, Any], position: Position, plan: ResumePlan) -> None:
         trainer, dropped = document["trainer"], plan.cursor == "dropped"
-        kept = position if plan.cursor == "kept" else Position(epoch=position.epoch)
+        counted_by_hand = plan.cursor == "start" and self._cursor.loader is None
+        kept = position if plan.cursor == "kept" or counted_by_hand else Position(epoch=position.epoch)
         self._progress = Progress(
             epoch=kept.epoch,
             window=kept.window,
