@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pimm_ray.checkpoint.find import CheckpointInfo, candidates, verify_checkpoint
-from pimm_ray.checkpoint.store import open_store
+from pimm_ray.checkpoint.store import LocalStore, open_store
 from pimm_ray.errors import PimmRayError
 from pimm_ray.runtime import ray_private
 from pimm_ray.runtime.base import Runtime
@@ -193,6 +193,12 @@ def plain_value(value: Any) -> Any:
 
 def absolute(source: Any) -> Any:
     """A local path made independent of the working directory, which in a worker is another; all else as it is."""
+    from ray.train import Checkpoint
+
+    if isinstance(source, Checkpoint):  # has __fspath__, which raises
+        store = open_store(source)
+        local = isinstance(store, LocalStore) and not os.path.isabs(store.path)
+        return Checkpoint(os.path.abspath(source.path), source.filesystem) if local else source
     if isinstance(source, str | os.PathLike) and "://" not in os.fspath(source):
         return open_store(source).path
     return source
