@@ -19,6 +19,7 @@ for name in names:
             "items": 40,
             "epochs": 1,
             "notes": f"{root}/{name}.notes",
+            "step_seconds": 0.15,  # long enough that Ray hears of the checkpoint of step 5 before step 12
             "hold_at": 12,
             "released": f"{root}/released",
         },

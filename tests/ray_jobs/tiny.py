@@ -1,4 +1,4 @@
-"""A tiny training loop for real Ray workers. What it saw goes into one JSON line a rank and event of `config["notes"]`."""
+"""A tiny training loop for real Ray workers. What it saw becomes a JSON line in the file config["notes"]."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def loop(config):
     manager = CheckpointManager(model=model, optimizer=optimizer, loader=loader, save=save)
     plan = manager.resume()
     started = manager.state.global_step
-    note(config, rank, event="start", step=started, source=plan.source, shown=shown.path if shown else None)
+    note(config, rank, event="start", step=started, source=plan.source, shown=shown and shown.path, pid=os.getpid())
     for _ in manager.epochs(config["epochs"]):
         for ids, x in manager.batches():
             loss = (model(x) - x[:, :1]).square().mean()
@@ -51,6 +51,7 @@ def loop(config):
             loss.backward()
             optimizer.step()
             step = manager.state.global_step + 1
+            time.sleep(config.get("step_seconds", 0))
             note(config, rank, event="step", step=step, ids=ids.tolist())
             manager.step(loss=loss, score=math.nan if step <= 5 else torch.tensor(float(step)), kind="tiny")
             if step == config.get("kill_at") and rank == 1 and plan.source.startswith("/"):
