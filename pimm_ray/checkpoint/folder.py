@@ -84,6 +84,8 @@ def prepare(store: Store) -> None:
 
 def commit(store: Store, manifest: Manifest) -> None:
     """Rank 0, when every rank has written: from here on the folder is a checkpoint. Killed before, it never was one."""
+    # A marker that survives a power cut must not name files whose folder entries did not.
+    store.sync()
     store.publish(layout.MARKER, manifest.to_json())
 
 

@@ -101,8 +101,11 @@ class Store:
         return digest.entry(name)
 
     def publish(self, name: str, data: bytes) -> None:
-        """Make a small file appear whole or not at all, after everything that was written before it."""
+        """Make a small file appear whole or not at all."""
         self.write(name, [data])
+
+    def sync(self) -> None:
+        """Make durable that the folders inside hold the files they hold; object stores have no such state."""
 
     def remove(self) -> None:
         """Delete this folder and all in it."""
@@ -153,15 +156,17 @@ class LocalStore(Store):
         return digest.entry(name)
 
     def publish(self, name: str, data: bytes) -> None:
-        # Folders first: a marker that survives a power cut must not name files whose folder entries did not.
-        for folder, _, _ in os.walk(self.real("")):
-            _sync_folder(folder)
         temporary = f"{name}.{secrets.token_hex(4)}.tmp"
         self.write(temporary, [data])
         with self._reporting("publish", name):
             os.replace(self.real(temporary), self.real(name))
             _sync_folder(self.real(""))
             _sync_folder(os.path.dirname(self.real("")))
+
+    def sync(self) -> None:
+        with self._reporting("sync", ""):
+            for folder, _, _ in os.walk(self.real("")):
+                _sync_folder(folder)
 
     def copy_file(self, name: str, to: Store) -> None:
         assert isinstance(to, LocalStore)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -24,51 +23,75 @@ _HORIZON = {
 def require_horizon(schedulers: Iterable[Any]) -> None:
     """Raises PimmRayError when one of them has no horizon that we know."""
     for scheduler in schedulers:
-        if type(scheduler) not in _HORIZON:
+        if _end(scheduler) is None:
             raise PimmRayError(
                 f"ElasticPolicy(schedule='extend') cannot extend a {type(scheduler).__name__}: use schedule='hold', or "
-                f"one of {', '.join(kind.__name__ for kind in _HORIZON)}"
+                f"one of {', '.join(kind.__name__ for kind in _HORIZON)}, or a SequentialLR that ends in one"
             )
 
 
 def extend(scheduler: Any, steps: int) -> None:
-    """Move the horizon of a schedule `steps` further."""
+    """Move the horizon of a schedule `steps` further. Only what is left of it is stretched, so that the learning rate
+    goes on from where it is and ends where it was planned to; a schedule at its end stays there."""
+    scheduler = _last_part(scheduler)
     attribute = _HORIZON[type(scheduler)]
-    before = getattr(scheduler, attribute)
+    before, now = getattr(scheduler, attribute), scheduler.last_epoch
+    if now >= before - isinstance(scheduler, lr_scheduler.OneCycleLR):
+        return
     setattr(scheduler, attribute, before + steps)
     if isinstance(scheduler, lr_scheduler.OneCycleLR):
-        for phase in scheduler._schedule_phases:
-            phase["end_step"] = (phase["end_step"] + 1) * (before + steps) / before - 1
+        *_, turn, last = scheduler._schedule_phases
+        start, end = turn["end_step"], last["end_step"]
+        last["end_step"] = end + steps
+        if now > start:
+            done = (now - start) / (end - start)
+            turn["end_step"] = now - (end + steps - now) * done / (1 - done)
+    elif isinstance(scheduler, lr_scheduler.LinearLR):
+        factor = scheduler.start_factor + (scheduler.end_factor - scheduler.start_factor) * now / before
+        slope = (scheduler.end_factor - factor) / (before + steps - now)
+        scheduler.start_factor = factor - slope * now
 
 
 def hold(scheduler: Any, *, say: bool) -> None:
     """Make `scheduler.step` on this instance keep the last learning rate once its horizon is reached."""
-    attribute = _HORIZON.get(type(scheduler))
-    if attribute is None:
+    last = _end(scheduler)
+    if last is None:
         if say:
             logger.warning(
                 "%s has no known horizon: replayed steps may run it past the end that you planned",
                 type(scheduler).__name__,
             )
         return
-    last = getattr(scheduler, attribute) - isinstance(scheduler, lr_scheduler.OneCycleLR)
     if scheduler.last_epoch > last:
         return
-    step = scheduler.step
+    kind = type(scheduler)
+    said = not say
 
-    @functools.wraps(step)
-    def held(*args: Any, **kwargs: Any) -> None:
-        if scheduler.last_epoch < last:
-            step(*args, **kwargs)
-        elif not held.said:  # type: ignore[attr-defined]
-            held.said = True  # type: ignore[attr-defined]
-            if say:
-                logger.warning("schedule held at its end: %s=%s, step %s", attribute, last, scheduler.last_epoch)
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal said
+        if self.last_epoch < last:
+            kind.step(self, *args, **kwargs)
+        elif not said:
+            said = True
+            logger.warning("%s held at its end, step %d", kind.__name__, last)
 
-    held.said = False  # type: ignore[attr-defined]
-    scheduler.step = held
+    # A class of its own, not an attribute of the instance: those are part of a scheduler's state_dict.
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
 
 
 def follows_steps(scheduler: Any, global_step: int) -> bool:
     """Whether this schedule is advanced once a step (and not once an epoch)."""
     return bool(scheduler.last_epoch >= global_step > 0)
+
+
+def _last_part(scheduler: Any) -> Any:
+    return _last_part(scheduler._schedulers[-1]) if isinstance(scheduler, lr_scheduler.SequentialLR) else scheduler
+
+
+def _end(scheduler: Any) -> int | None:
+    """The `last_epoch` at which a schedule has its last planned learning rate."""
+    if isinstance(scheduler, lr_scheduler.SequentialLR):
+        own = _end(scheduler._schedulers[-1])
+        return None if own is None else int(scheduler._milestones[-1]) + own
+    attribute = _HORIZON.get(type(scheduler))
+    return int(getattr(scheduler, attribute)) - isinstance(scheduler, lr_scheduler.OneCycleLR) if attribute else None
