@@ -12,13 +12,13 @@ import ray.train
 import torch
 from ray.train import Checkpoint
 from ray.train.v2._internal.execution.storage import StorageContext
-from test_ray_trainer import checkpoints
 from torch import nn
 
 from pimm_ray import open_checkpoint
 from pimm_ray.errors import PimmRayError
 from pimm_ray.runtime.base import make_runtime
 from pimm_ray.runtime.worker import RayRuntime, in_train_worker, plain_value
+from tests.test_ray_trainer import checkpoints
 
 
 class FakeRay:
