@@ -93,7 +93,8 @@ class Saver:
                     f"{what}: ranks {odd} hold other tensors (names, shapes or dtypes) than rank 0; every rank must "
                     "have the same model and optimizer state"
                 )
-            name = str(CheckpointName.new(step, self._attempt))
+            after = CheckpointName.parse(self.newest.name) if self.newest else None
+            name = str(CheckpointName.new(step, self._attempt, after))
             prepare(runtime.store.child(name))
             return {
                 "name": name,
