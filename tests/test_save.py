@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,17 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
-from pimm_ray import CheckpointManager, KeepPolicy, errors, find_checkpoint, open_checkpoint, verify_checkpoint
+from pimm_ray import (
+    CheckpointManager,
+    KeepPolicy,
+    SavePolicy,
+    errors,
+    find_checkpoint,
+    open_checkpoint,
+    verify_checkpoint,
+)
 from pimm_ray.checkpoint import layout
 from pimm_ray.checkpoint.folder import read_document, read_rank, read_snapshot
 from pimm_ray.checkpoint.layout import Manifest
@@ -134,6 +144,32 @@ def test_the_documents_have_exactly_the_keys_that_the_design_fixes(tmp_path):
     assert set(manifest) == designed | {"epoch", "metrics"}
     assert all(set(entry) == {"path", "bytes", "xxh3", "block"} for entry in manifest["files"])
     assert (manifest["reason"], manifest["parent"]) == ("user", None)
+
+
+class Drifting(nn.Module):
+    """Its running statistics differ between ranks, as those of BatchNorm do under DDP."""
+
+    def __init__(self, rank):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.z = nn.Linear(2, 3), nn.BatchNorm1d(50)
+        self.z.running_mean.fill_(rank + 1)
+
+
+def save_drifting(rank, folder):
+    model = Drifting(rank)
+    average = AveragedModel(model, use_buffers=True)
+    manager = CheckpointManager(model=model, ema=average, storage=folder)
+    manager.resume()
+    manager.save()
+    model.z.running_mean.zero_(), average.module.z.running_mean.zero_()
+    again = CheckpointManager(model=model, ema=average, storage=folder)
+    again.resume()
+    return {*model.z.running_mean.tolist()}, {*average.module.z.running_mean.tolist()}
+
+
+def test_buffers_are_those_of_rank_zero_in_the_model_and_in_its_average(tmp_path):
+    assert run_ranks(3, save_drifting, tmp_path) == [({1.0}, {1.0})] * 3
 
 
 class Breakable:
@@ -286,6 +322,58 @@ def test_a_file_of_another_checkpoint_is_detected_even_when_its_digest_is_listed
         read_snapshot(store, forged, read_document(store, forged.id))
         read_rank(store, forged, 1)
     assert caught.value.file == name
+
+
+def slowed(rank, folder):
+    manager, model, optimizer = make(folder, keep=KeepPolicy(last=10))
+    manager.resume()
+    write = LocalStore.write
+    if rank == 1:
+        LocalStore.write = lambda *call: (time.sleep(0.05), write(*call))[1]
+    for _ in range(10):
+        train(manager, model, optimizer)
+        manager.save()
+
+
+def test_ten_saves_with_one_slow_rank_are_all_whole_and_leave_nothing_else(tmp_path):
+    run_ranks(2, slowed, tmp_path)
+    assert [layout.CheckpointName.parse(path.name).step for path in checkpoints(tmp_path)] == list(range(1, 11))
+    assert sorted(tmp_path.iterdir()) == checkpoints(tmp_path)
+    for path in checkpoints(tmp_path):
+        assert verify_checkpoint(path) == []
+        assert {str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()} == {
+            layout.MARKER, *(entry.path for entry in Manifest.parse((path / layout.MARKER).read_bytes(), path="").files)
+        }  # fmt: skip
+
+
+def skips_a_save(rank, folder):
+    manager, model, optimizer = make(folder, save=SavePolicy(timeout_seconds=20))
+    manager.resume()
+    train(manager, model, optimizer)
+    if rank == 1:
+        train(manager, model, optimizer)
+    error = error_of(manager.save)
+    return type(error).__name__, error.ranks, str(error), checkpoints(folder)
+
+
+def test_a_rank_that_skips_a_save_is_named_at_the_next_one(tmp_path):
+    for kind, ranks, text, left in run_ranks(3, skips_a_save, tmp_path):
+        assert (kind, ranks) == ("RankMissing", [1])
+        assert "save at step 1: rank 1 is at 'save at step 2' instead" in text
+        assert left == []
+
+
+def test_damaged_random_state_is_never_used_nor_passed_over_in_silence(tmp_path, caplog):
+    older, newer = map(Path, two_saves(0, tmp_path))
+    shard = newer / layout.rank_file(0)
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    manager, _, _ = make(tmp_path)
+    plan = manager.resume()
+    assert (plan.source, plan.step) == (older.name, 1)
+    said = f"passed over {newer.name}: {layout.rank_file(0)}: digest"
+    assert [record.levelname for record in caplog.records if said in record.getMessage()] == ["WARNING"]
 
 
 def with_metrics(rank, folder):
