@@ -114,7 +114,7 @@ class CheckpointManager:
         self._iteration: object | None = None
         self._kept_loader_state: Any = None
         self._epoch_streams: dict[str, Any] | None = None
-        self._restore_streams: Callable[[], None] = _nothing
+        self._resumed_streams: dict[str, Any] | None = None
         self._asked: tuple[str, Mapping[str, Any]] | None = None
         self._metrics: dict[str, Any] = {}
         self._saved_at = time.monotonic()
@@ -212,6 +212,7 @@ class CheckpointManager:
         self._require_resume()
         self._metrics = check_metrics(metrics)
         self._progress.commit()
+        self._resumed_streams = None
         signal = self._runtime.collect_signal()
         policy = self._save_policy
         if self._asked is None:
@@ -284,8 +285,7 @@ class CheckpointManager:
         document, snapshot, own = runtime.each("resume: read", read)
         self._seed = document["seed"]
         position = Position(**document["position"])
-        now = self._cursor.shape(runtime.world_size, self._seed)
-        plan = plan_resume(RunShape(**document["shape"]), now, self._elastic, position)
+        plan = self._agreed_plan(own["shape"], position)
         if plan.schedule == "extend":
             schedule.require_horizon(self._objects.schedulers)
         if warmup is not None and manifest.step > 0:
@@ -314,6 +314,15 @@ class CheckpointManager:
             notes=(*plan.notes, *notes),
         )
 
+    def _agreed_plan(self, saved: dict[str, Any], position: Position) -> ResumePlan:
+        """Each rank's data may have a shape of its own, but when one rank drops its position all do."""
+        now = asdict(self._cursor.shape(self._runtime.world_size, self._seed))
+        plans = [
+            plan_resume(RunShape(**before), RunShape(**after), self._elastic, position)
+            for before, after in self._runtime.gather("resume: shapes", [saved, now])
+        ]
+        return next((plan for plan in plans if plan.reason), plans[0])
+
     def _take_position(self, document: dict[str, Any], position: Position, plan: ResumePlan) -> None:
         trainer, dropped = document["trainer"], plan.cursor == "dropped"
         kept = position if plan.cursor == "kept" else Position(epoch=position.epoch)
@@ -335,29 +344,26 @@ class CheckpointManager:
         for scheduler in self._objects.schedulers if self._replayed else ():
             if dropped and plan.schedule == "extend" and schedule.follows_steps(scheduler, self._progress.step):
                 schedule.extend(scheduler, position.window)
-            schedule.hold(scheduler, say=dropped and self._runtime.rank == 0)
+            schedule.hold(scheduler, say=self._runtime.rank == 0)
 
     def _prepare_streams(self, own: dict[str, Any], saved_world: int, plan: ResumePlan) -> None:
         rank, generators = self._runtime.rank, self._cursor.generators
-        derived = rank >= saved_world or self._elastic.rng == "reseed"
-
-        def put_back() -> None:
-            if derived:
-                rng.derive(self._seed, rank, self._generation)
-                rng.restore_generators(own["rng"], generators)
-            else:
-                rng.restore(own["rng"], generators)
-
+        if rank >= saved_world or self._elastic.rng == "reseed":
+            rng.derive(self._seed, rank, self._generation)
+            rng.restore_generators(own["rng"], generators)
+            self._resumed_streams = rng.capture(generators)
+        else:
+            rng.restore(own["rng"], generators)
+            self._resumed_streams = own["rng"]
         if plan.cursor == "kept":
             self._progress.batches = own["batches"]
             self._kept_loader_state, self._epoch_streams = own["loader"], own["epoch_rng"]
-        self._restore_streams = put_back
-        put_back()
 
     def _settle_streams(self) -> None:
         """Put the streams where the checkpoint had them, once, at the last moment before the loop draws from them."""
-        self._restore_streams()
-        self._restore_streams = _nothing
+        if self._resumed_streams is not None:
+            rng.restore(self._resumed_streams, self._cursor.generators)
+        self._resumed_streams = None
 
     def _begin_epoch(self) -> Iterator[Any]:
         progress, kept = self._progress, self._kept_loader_state
@@ -404,11 +410,13 @@ class CheckpointManager:
             self._refuse_or_warn()
 
         def make() -> Share:
+            # Between a resume and the first batch neither streams nor loader are where the run goes on from.
             own = {
-                "rng": rng.capture(self._cursor.generators),
+                "rng": self._resumed_streams or rng.capture(self._cursor.generators),
                 "epoch_rng": self._epoch_streams if within else None,
-                "loader": self._cursor.state() if within else None,
+                "loader": (self._kept_loader_state or self._cursor.state()) if within else None,
                 "batches": progress.batches if within else 0,
+                "shape": asdict(self._cursor.shape(runtime.world_size, self._seed)),
             }
             return Share(collect(self._objects), own, rank=runtime.rank, world=runtime.world_size)
 
@@ -464,7 +472,3 @@ class CheckpointManager:
 
 def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _nothing() -> None:
-    return None

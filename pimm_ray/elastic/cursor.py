@@ -54,11 +54,11 @@ class Cursor:
         for part in (self.loader, *self._samplers(), getattr(self.loader, "dataset", None)):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch + drops * RESTART_STRIDE)
-                changed = True
+                changed |= bool(getattr(part, "shuffle", True))
         if drops and not changed:
-            for generator in self.generators.values():
+            for name, generator in self.generators.items():
                 generator.manual_seed(reseeded(seed, epoch, drops))
-                changed = True
+                changed |= name != "loader"
         draws_from_global = any(_draws_from_global(sampler) for sampler in self._samplers())
         return changed or draws_from_global
 

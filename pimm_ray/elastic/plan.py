@@ -90,7 +90,7 @@ class ResumePlan:
         if self.accumulate is not None:
             parts.append(f"accumulate={self.accumulate}")
         parts += [f'note="{note}"' for note in self.notes]
-        return " ".join(parts)
+        return " ".join(" ".join(parts).splitlines())
 
 
 def plan_resume(saved: RunShape, now: RunShape, policy: ElasticPolicy, position: Position) -> ResumePlan:
@@ -123,7 +123,7 @@ def plan_resume(saved: RunShape, now: RunShape, policy: ElasticPolicy, position:
     if position.samples == 0:
         cursor = "start"
     elif policy.cursor == "drop":
-        cursor, reason = "dropped", 'ElasticPolicy(cursor="drop")'
+        cursor, reason = "dropped", "; ".join([*changes, "ElasticPolicy(cursor='drop')"])
     elif changes or now.order_id is None or saved.order_id is None:
         cursor = "dropped"
         reason = reason or "the loader cannot restore its position within an epoch"

@@ -31,14 +31,25 @@ def require_horizon(schedulers: Iterable[Any]) -> None:
 
 
 def extend(scheduler: Any, steps: int) -> None:
-    """Move the horizon of a schedule `steps` further."""
+    """Move the horizon of a schedule `steps` further. Only what is left of it is stretched, so that the learning rate
+    goes on from where it is and ends where it was planned to; a schedule at its end stays there."""
     scheduler = _last_part(scheduler)
     attribute = _HORIZON[type(scheduler)]
-    before = getattr(scheduler, attribute)
+    before, now = getattr(scheduler, attribute), scheduler.last_epoch
+    if now >= before - isinstance(scheduler, lr_scheduler.OneCycleLR):
+        return
     setattr(scheduler, attribute, before + steps)
     if isinstance(scheduler, lr_scheduler.OneCycleLR):
-        for phase in scheduler._schedule_phases:
-            phase["end_step"] = (phase["end_step"] + 1) * (before + steps) / before - 1
+        *_, turn, last = scheduler._schedule_phases
+        start, end = turn["end_step"], last["end_step"]
+        last["end_step"] = end + steps
+        if now > start:
+            done = (now - start) / (end - start)
+            turn["end_step"] = now - (end + steps - now) * done / (1 - done)
+    elif isinstance(scheduler, lr_scheduler.LinearLR):
+        factor = scheduler.start_factor + (scheduler.end_factor - scheduler.start_factor) * now / before
+        slope = (scheduler.end_factor - factor) / (before + steps - now)
+        scheduler.start_factor = factor - slope * now
 
 
 def hold(scheduler: Any, *, say: bool) -> None:
