@@ -79,6 +79,29 @@ def hold(scheduler: Any, *, say: bool) -> None:
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
 
 
+def rescale(scheduler: Any, ratio: float) -> None:
+    """Measure a schedule in other steps, `ratio` of them for one of before: the fraction of its way stays."""
+    for part in getattr(scheduler, "_schedulers", ()):
+        rescale(part, ratio)
+    if hasattr(scheduler, "_milestones"):
+        scheduler._milestones = [round(milestone * ratio) for milestone in scheduler._milestones]
+    if attribute := _HORIZON.get(type(scheduler)):
+        setattr(scheduler, attribute, max(1, round(getattr(scheduler, attribute) * ratio)))
+    for phase in getattr(scheduler, "_schedule_phases", ()):
+        phase["end_step"] = (phase["end_step"] + 1) * ratio - 1
+    scheduler.last_epoch = round(scheduler.last_epoch * ratio)
+
+
+def scale_rates(optimizer: Any, schedulers: Iterable[Any], factor: float) -> None:
+    """Multiply an optimizer's learning rates, and those that its schedules start from or aim at."""
+    for group in optimizer.param_groups:
+        for key in ("lr", "initial_lr", "max_lr", "min_lr"):
+            if key in group:
+                group[key] *= factor
+    for scheduler in schedulers:
+        scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
+
+
 def follows_steps(scheduler: Any, global_step: int) -> bool:
     """Whether this schedule is advanced once a step (and not once an epoch)."""
     return bool(scheduler.last_epoch >= global_step > 0)
