@@ -61,8 +61,12 @@ def plain_batch_sampler_with_own_generator(dataset, job, rank, world):
 
 
 def persistent_workers(dataset, job, rank, world):
+    return StatefulDataLoader(dataset, job.batch, shuffle=True, num_workers=job.workers, persistent_workers=True)
+
+
+def persistent_workers_and_plain_random_sampler(dataset, job, rank, world):
     return StatefulDataLoader(
-        dataset, job.batch, shuffle=True, num_workers=job.workers, persistent_workers=job.workers > 0
+        dataset, job.batch, sampler=RandomSampler(dataset), num_workers=job.workers, persistent_workers=True
     )
 
 
@@ -108,7 +112,7 @@ class StatefulStream(IterableDataset):
         self.start = state["given"]
 
 
-class SizedStream(Stream):
+class SizedStream(StatefulStream):
     def __len__(self):
         return len(self.items)
 
@@ -147,7 +151,6 @@ WITH_WORKERS = [
     plain_random_sampler_with_own_generator,
     drawing_with_replacement,
     plain_batch_sampler_with_own_generator,
-    persistent_workers,
     rarely_asking_its_workers,
     stream,
     stateful_stream,
@@ -160,6 +163,8 @@ def test_a_loader_is_put_back_where_it_stood(tmp_path, loader):
     job = Job(samples=28, loader=loader, epochs=2)
     records = broken(tmp_path, job, *(Break(at, save=True) for at in (3, 7, 9)))
     assert_continues(twin(job), records, at=9)
+    orders = [[step.ids for step in twin(job)[0].steps if step.epoch == epoch] for epoch in (0, 1)]
+    assert (orders[0] == orders[1]) == (loader in (stream, stateful_stream)), "each epoch has its own order"
 
 
 @pytest.mark.parametrize("loader", WITH_WORKERS)
@@ -168,6 +173,13 @@ def test_a_loader_with_two_workers_is_put_back_where_it_stood(tmp_path, loader):
     job = Job(samples=40, loader=loader, workers=2, epochs=2)
     records = broken(tmp_path, job, *(Break(at, save=True) for at in (3, 13)))
     assert_continues(twin(job), records, at=13)
+
+
+@pytest.mark.parametrize("at", [10, 13])
+@pytest.mark.parametrize("loader", [persistent_workers, persistent_workers_and_plain_random_sampler])
+def test_persistent_workers_started_in_a_later_epoch_draw_nothing_that_the_twin_did_not(tmp_path, loader, at):
+    job = Job(samples=40, loader=loader, workers=2, epochs=2)
+    assert_continues(twin(job), broken(tmp_path, job, Break(at, save=True)), at=at)
 
 
 @pytest.mark.parametrize("at", [7, 8])
