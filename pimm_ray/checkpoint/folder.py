@@ -29,7 +29,11 @@ class Share:
         parameters = [spec for spec in specs if spec.key in snapshot.parameters]
         buffers = [spec for spec in specs if spec.key not in snapshot.parameters]
         shares = split_whole(parameters, world, first=buffers)
-        self._trainer = split_rows([spec_of(key, tensor) for key, tensor in snapshot.trainer.items()], world)
+        replicated = [
+            spec_of(k, tensor) for k, tensor in snapshot.trainer.items() if k not in snapshot.averaged_buffers
+        ]
+        averaged_buffers = [spec_of(key, snapshot.trainer[key]) for key in snapshot.averaged_buffers]
+        self._trainer = split_rows(replicated, world, first=averaged_buffers)
         self._state = [Piece(spec_of(key, tensor), -1, 0, 1) for key, tensor in snapshot.tensors.items()]
         self._own_pieces = [Piece(spec_of(key, tensor), -1, 0, 1) for key, tensor in self._own_tensors.items()]
         writers = [writer for writer in range(world) if shares[writer]] or [0]

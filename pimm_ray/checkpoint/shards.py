@@ -81,29 +81,28 @@ def spec_of(key: str, tensor: torch.Tensor) -> Spec:
     return Spec(key, tuple(tensor.shape), tensor.dtype)
 
 
-def split_rows(specs: Iterable[Spec], world: int) -> list[list[Piece]]:
+def split_rows(specs: Iterable[Spec], world: int, *, first: Iterable[Spec] = ()) -> list[list[Piece]]:
     """Cut tensors into `world` shares of near-equal bytes; any rank computes the same shares without asking.
 
     The tensors are laid end to end and cut at multiples of the mean, each cut moved to the nearest whole row, so no
-    share has more than the mean plus one row.
+    share has more than the mean plus one row. Those of `first` all go to share 0, uncut.
     """
     ordered = sorted(specs)
-    total = sum(spec.bytes for spec in ordered)
     shares: list[list[Piece]] = [[] for _ in range(world)]
-    position = 0
+    shares[0] += [Piece(spec, -1, 0, 1) for spec in sorted(first)]
+    position = sum(piece.spec.bytes for piece in shares[0])
+    total = position + sum(spec.bytes for spec in ordered)
     for spec in ordered:
         if not spec.bytes:
             shares[0].append(Piece(spec, -1, 0, 1))
             continue
         rows = spec.shape[spec.axis] if spec.axis >= 0 else 1
         row = spec.bytes // rows
-        first = max(0, position * world // total - 1)
-        last = min(world - 1, (position + spec.bytes) * world // total + 1)
-        bounds = [rank * total // world - position for rank in range(first, last + 2)]
+        low = max(0, position * world // total - 1)
+        high = min(world - 1, (position + spec.bytes) * world // total + 1)
+        bounds = [rank * total // world - position for rank in range(low, high + 2)]
         cuts = [min(rows, max(0, (bound + row // 2) // row)) for bound in bounds]
-        if last == world - 1:
-            cuts[-1] = rows
-        for rank, (start, stop) in enumerate(itertools.pairwise(cuts), start=first):
+        for rank, (start, stop) in enumerate(itertools.pairwise(cuts), start=low):
             if start < stop:
                 whole = (start, stop) == (0, rows)
                 shares[rank].append(Piece(spec, -1, 0, 1) if whole else Piece(spec, spec.axis, start, stop))

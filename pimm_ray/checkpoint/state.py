@@ -45,6 +45,8 @@ class Snapshot:
     """The JSON part."""
     tensors: dict[str, torch.Tensor]
     """Tensors that `document` refers to, small and rank 0's."""
+    averaged_buffers: frozenset[str] = frozenset()
+    """Names in `trainer` that are buffers of the EMA module: they differ between ranks, and rank 0 speaks for them."""
 
 
 def bare_names(module: nn.Module) -> dict[str, str]:
@@ -99,7 +101,8 @@ def collect(objects: Objects) -> Snapshot:
         "extra": {name: encode(_extra_state(value), f"extra.{name}", tensors) for name, value in objects.extra.items()},
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__},
     }
-    return Snapshot(weights, frozenset(weights) & frozenset(by_id.values()), trainer, document, tensors)
+    parameters = frozenset(weights) & frozenset(by_id.values())
+    return Snapshot(weights, parameters, trainer, document, tensors, _averaged_buffers(objects.ema, trainer))
 
 
 def apply(objects: Objects, snapshot: Snapshot) -> list[str]:
@@ -200,6 +203,14 @@ def _ema_state(ema: Any) -> Any:
         names = bare_names(ema)
         return {names[key]: value for key, value in ema.state_dict().items()}
     return ema.state_dict()
+
+
+def _averaged_buffers(ema: Any, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    if not isinstance(ema, nn.Module):
+        return frozenset()
+    names = bare_names(ema)
+    parameters = {f"ema.{names[key]}" for key, _ in ema.named_parameters(remove_duplicate=False)}
+    return frozenset(key for key in tensors if key.startswith("ema.") and key not in parameters)
 
 
 def _apply_ema(ema: Any, saved: dict[str, Any]) -> None:

@@ -42,8 +42,10 @@ class Store:
 
     def files(self) -> dict[str, int]:
         """Size in bytes of every file inside, by relative path; empty when this folder does not exist."""
-        start = len(self.path.rstrip("/")) + 1
-        return {i.path[start:]: i.size for i in self._list(recursive=True) if i.type == pafs.FileType.File}
+        # Some filesystems put a slash in front of the paths that they list.
+        base = self.path.strip("/")
+        found = [info for info in self._list(recursive=True) if info.type == pafs.FileType.File]
+        return {info.path.strip("/")[len(base) :].lstrip("/"): info.size for info in found}
 
     def exists(self, name: str = "") -> bool:
         with self._reporting("look at", name):
@@ -208,6 +210,7 @@ def open_store(source: Any, filesystem: pafs.FileSystem | None = None) -> Store:
                 raise StorageError(f"cannot open {path}: {error}") from error
         else:
             filesystem, path = pafs.LocalFileSystem(), str(Path(path).expanduser().absolute())
+    path = filesystem.normalize_path(path)  # listings give paths in this form
     base = filesystem
     while isinstance(base, pafs.SubTreeFileSystem):
         base = base.base_fs

@@ -76,15 +76,16 @@ def poll_seconds() -> float:
         return float(default)
 
 
-def offer_checkpoint(checkpoint: Any) -> None:
-    """Make `ray.train.get_checkpoint()` in this worker return `checkpoint` where it would return None.
+def show_checkpoint(checkpoint: Any) -> None:
+    """Make `ray.train.get_checkpoint()` in this worker return `checkpoint`.
 
     Raises:
         Exception: this Ray has no such place.
     """
     context = importlib.import_module(_CONTEXT).get_train_context()
-    if context.checkpoint is None:
-        context.checkpoint = checkpoint
+    if not hasattr(context, "checkpoint"):
+        raise AttributeError("Ray's TrainContext has no checkpoint")
+    context.checkpoint = checkpoint
 
 
 def snapshot_problem(run: Store) -> str | None:

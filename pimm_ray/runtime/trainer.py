@@ -17,13 +17,11 @@ import ray.train.torch
 from pimm_ray.checkpoint.find import CheckpointInfo, candidates, find_checkpoint, open_checkpoint, verify_checkpoint
 from pimm_ray.checkpoint.store import Store, open_store
 from pimm_ray.errors import CorruptCheckpoint, PimmRayError, StorageError
+from pimm_ray.policy import KeepPolicy
 from pimm_ray.runtime import ray_private
 from pimm_ray.runtime.worker import WorkerLoop, absolute, show_messages
 
 logger = logging.getLogger(__name__)
-
-_KEEP_LAST = 3
-"""What `KeepPolicy()` means, for a run whose RunConfig does not say what Ray shall keep."""
 
 
 class TorchTrainer(ray.train.torch.TorchTrainer):
@@ -127,11 +125,11 @@ def _completed(run_config: ray.train.RunConfig) -> ray.train.RunConfig:
     if run_config.storage_filesystem is None and "://" not in str(run_config.storage_path):
         changes["storage_path"] = absolute(str(run_config.storage_path))
     if run_config.checkpoint_config == ray.train.CheckpointConfig():
+        last = KeepPolicy().last
         logger.info(
-            "keep: last=%d (RunConfig has no checkpoint_config; CheckpointConfig(num_to_keep=...) says otherwise)",
-            _KEEP_LAST,
+            "keep: last=%d (RunConfig has no checkpoint_config; CheckpointConfig(num_to_keep=...) says otherwise)", last
         )
-        changes["checkpoint_config"] = ray.train.CheckpointConfig(num_to_keep=_KEEP_LAST)
+        changes["checkpoint_config"] = ray.train.CheckpointConfig(num_to_keep=last)
     return replace(run_config, **changes)
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pimm_ray.checkpoint.find import CheckpointInfo, candidates, verify_checkpoint
-from pimm_ray.checkpoint.store import open_store
+from pimm_ray.checkpoint.layout import CheckpointName
+from pimm_ray.checkpoint.store import LocalStore, open_store
 from pimm_ray.errors import PimmRayError
 from pimm_ray.runtime import ray_private
 from pimm_ray.runtime.base import Runtime
@@ -143,19 +144,24 @@ class WorkerLoop:
 
 
 def _offer(given: Any) -> None:
-    """Where Ray knows of no checkpoint, stock `ray.train.get_checkpoint()` sees what `CheckpointManager` will use."""
+    """Let stock `ray.train.get_checkpoint()` see what `CheckpointManager.resume()` will look at first.
+
+    Ray's own answer may be older than the newest complete one (killed before Ray heard of it), or not complete.
+    """
     import ray.train
 
-    storage = _ray_storage()
-    if storage is None or ray.train.get_checkpoint() is not None:
+    storage, shown = _ray_storage(), ray.train.get_checkpoint()
+    if storage is None or (shown is not None and CheckpointName.parse(shown.path.rsplit("/", 1)[-1]) is None):
         return
     run = open_store(storage.experiment_fs_path, storage.storage_filesystem)
     own = (run.child(name) for name in candidates(run))
     source = next((store for store in own if not verify_checkpoint(store, deep=False)), None)
     if source is None and given is not None:
         source = open_store(given)
-    if source is not None:
-        ray_private.offer_checkpoint(ray.train.Checkpoint(source.path, source.filesystem))
+    if source is None:
+        ray_private.show_checkpoint(None)
+    elif shown is None or shown.path != source.path:
+        ray_private.show_checkpoint(ray.train.Checkpoint(source.path, source.filesystem))
 
 
 def show_messages() -> None:
@@ -193,6 +199,12 @@ def plain_value(value: Any) -> Any:
 
 def absolute(source: Any) -> Any:
     """A local path made independent of the working directory, which in a worker is another; all else as it is."""
+    from ray.train import Checkpoint
+
+    if isinstance(source, Checkpoint):  # has __fspath__, which raises
+        store = open_store(source)
+        local = isinstance(store, LocalStore) and not os.path.isabs(store.path)
+        return Checkpoint(os.path.abspath(source.path), source.filesystem) if local else source
     if isinstance(source, str | os.PathLike) and "://" not in os.fspath(source):
         return open_store(source).path
     return source
