@@ -133,10 +133,19 @@ def pulling_by_hand(run):
             run.learn(batch)
 
 
-@pytest.mark.parametrize("at", [6, 8])
-@pytest.mark.parametrize("loop", [without_epochs, leaving_early, holding_the_iterator, pulling_by_hand])
+def drawing_before_the_batches(run):
+    for _ in run.manager.epochs(run.job.epochs):
+        next_draws(3)
+        for batch in run.manager.batches():
+            run.learn(batch)
+
+
+@pytest.mark.parametrize("at", [8, 10])
+@pytest.mark.parametrize(
+    "loop", [without_epochs, leaving_early, holding_the_iterator, pulling_by_hand, drawing_before_the_batches]
+)
 def test_any_shape_of_the_users_loop_is_resumed_exactly(tmp_path, loop, at):
-    """Epochs have 5 batches, of which the loops that leave early train on 4: step 8 is the last of an epoch there."""
+    """In mid-epoch, and after an epoch's last step: the 10th, or the 8th for the loops that leave 1 batch of 5."""
     job = Job(samples=20, loop=loop, loader=shuffled)
     assert_continues(twin(job), broken(tmp_path, job, Break(at, save=True)), at=at)
 
@@ -217,24 +226,27 @@ def telling(rank, folder, job, every, seed):
 
 
 def test_killed_at_any_moment_the_newest_checkpoint_loads_and_goes_on_as_the_twin(tmp_path):
-    job, folder = Job(samples=40, epochs=30, loader=shuffled), tmp_path / "run"
-    moments = [random.uniform(0.03, 0.3) for _ in range(10)]
-    print("killed after", moments)
-    reached = 0
-    for moment in moments:
-        seed = reached + 1  # Until there is a checkpoint it must be the twin's.
-        child = multiprocessing.get_context("fork").Process(target=telling, args=(0, str(folder), job, 1, seed))
+    job, folder, log = Job(samples=40, epochs=30, loader=shuffled), tmp_path / "run", tmp_path / "run.log"
+    reached, pace = 0, 0.0
+    for number in range(10):
+        # Until there is a checkpoint the seed must be the twin's.
+        arguments = (0, str(folder), job, 1, 1 + number)
+        child = multiprocessing.get_context("fork").Process(target=telling, args=arguments)
+        started = time.monotonic()
         child.start()
-        time.sleep(moment)
+        if number == 0:
+            while not log.exists() or log.read_text().count("\n") < 4:
+                time.sleep(0.005)
+            pace = time.monotonic() - started
+        else:
+            time.sleep(pace * random.uniform(0.3, 2))
         child.kill()
         child.join()
         newest = find_checkpoint(folder)
-        assert newest is not None or not reached
-        reached, before = newest.step if newest else 0, reached
-        assert reached >= before
+        assert newest is not None and newest.step >= max(reached, 2)
+        reached = newest.step
     (expected,) = twin(job)
     (record,) = run_ranks(1, telling, str(folder), job, None, 99, group=False)
-    assert 0 < reached < len(expected.steps), "the moments were well chosen"
     assert_continues([expected], [record], at=reached)
-    told = [json.loads(line) for line in (tmp_path / "run.log").read_text().splitlines()]
+    told = [json.loads(line) for line in log.read_text().splitlines()]
     assert told == [json.loads(json.dumps(asdict(expected.steps[step["number"] - 1]))) for step in told]
