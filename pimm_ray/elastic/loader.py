@@ -314,6 +314,7 @@ class ElasticLoader:
 
     @property
     def sampler(self) -> Any:
+        """Not to be had: who asks wants to deal the samples out anew."""
         raise TypeError(
             "ElasticLoader deals samples to ranks itself: do not wrap it (ray.train.torch.prepare_data_loader would "
             "build another loader and lose the position); give it device= to have batches moved"
