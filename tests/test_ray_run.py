@@ -118,6 +118,11 @@ def test_b29_a_rank_that_skips_a_report_is_named_instead_of_hanging(resumed):
     assert missing["ranks"] == [1] and "rank 1 did not come within 1.5 s" in missing["text"]
 
 
+def test_b29_ranks_that_report_different_checkpoints_are_told_so(resumed):
+    texts = [line["text"] for line in notes(resumed.root / "stock.notes", event="disagree")]
+    assert texts == [f"the ranks report different checkpoints: None, {resumed.results['ten']}"] * 2
+
+
 @pytest.fixture(scope="module")
 def relaunched(tmp_path_factory):
     """A driver is killed after step 12, then the same command runs on: its folder as it is (a), its folder without the
