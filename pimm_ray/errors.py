@@ -23,7 +23,9 @@ __all__ = [
 
 
 class PimmRayError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package. `.rank` is the rank that raised it first, where that was another one."""
+
+    rank: int | None = None
 
 
 class CheckpointNotFound(PimmRayError, FileNotFoundError):

@@ -29,6 +29,7 @@ from pimm_ray.saving import Agreed, Saver, check_metrics
 logger = logging.getLogger(__name__)
 
 _SAVE, _REPORT = 1, 2
+_END = object()
 _DEFAULT_SAVE, _DEFAULT_KEEP, _DEFAULT_ELASTIC = SavePolicy(), KeepPolicy(), ElasticPolicy()
 
 
@@ -185,13 +186,18 @@ class CheckpointManager:
         mine = self._iteration = object()
         index, in_all = self._progress.batches, self._cursor.batches_per_epoch
         try:
-            for batch in self._begin_epoch():
+            iterator = self._begin_epoch()
+            batch = next(iterator, _END)
+            while batch is not _END:
                 samples = self._cursor.samples_in(batch, index)
                 index += 1
-                self._progress.hand_over(samples, last=index == in_all)
+                # A sampler may draw when it finds its end: before a save that will stand at the next epoch's start.
+                ahead = next(iterator, _END) if index == in_all else None
+                self._progress.hand_over(samples, last=ahead is _END)
                 yield batch
                 if self._iteration is not mine:
                     return
+                batch = next(iterator, _END) if ahead is None else ahead
         finally:
             if self._iteration is mine:
                 self._end_epoch()
@@ -325,7 +331,8 @@ class CheckpointManager:
 
     def _take_position(self, document: dict[str, Any], position: Position, plan: ResumePlan) -> None:
         trainer, dropped = document["trainer"], plan.cursor == "dropped"
-        kept = position if plan.cursor == "kept" else Position(epoch=position.epoch)
+        counted_by_hand = plan.cursor == "start" and self._cursor.loader is None
+        kept = position if plan.cursor == "kept" or counted_by_hand else Position(epoch=position.epoch)
         self._progress = Progress(
             epoch=kept.epoch,
             window=kept.window,
@@ -383,7 +390,7 @@ class CheckpointManager:
             )
         if kept is None:
             self._epoch_streams = rng.capture(self._cursor.generators)
-        iterator = self._cursor.iterate(kept)
+        iterator = self._cursor.iterate(kept, consumed=progress.batches, begun=progress.epoch > 0)
         self._settle_streams()
         return iterator
 

@@ -31,7 +31,7 @@ class Progress:
     best: float | None = None
     drops: int = 0
     """How often this epoch was restarted because its position was dropped."""
-    at_last_batch: bool = False
+    handed_last: bool = False
     open_batches: int = 0
     open_samples: int = 0
     epoch_samples: int = 0
@@ -43,7 +43,7 @@ class Progress:
     def hand_over(self, samples: int, *, last: bool) -> None:
         self.open_batches += 1
         self.open_samples += samples
-        self.at_last_batch = last
+        self.handed_last = last
 
     def commit(self) -> None:
         """A step is finished: the batches handed over since the one before are used up."""
@@ -59,13 +59,18 @@ class Progress:
         self.window = self.batches = self.drops = 0
         self.epoch_samples = self.own_epoch_samples = 0
         self.open_batches = self.open_samples = 0
-        self.at_last_batch = False
+        self.handed_last = False
 
     def absorb(self, epoch_samples: int, total_samples: int) -> None:
         """Take over the sums over all ranks of what each counted since the last save."""
         self.epoch_samples += epoch_samples
         self.total_samples += total_samples
         self.own_epoch_samples = self.own_total_samples = 0
+
+    @property
+    def at_last_batch(self) -> bool:
+        """Whether a finished step has used the epoch's last batch."""
+        return self.handed_last and not self.open_batches
 
     @property
     def within_epoch(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from pimm_ray.checkpoint.find import CheckpointInfo, Problem, candidates, check_digests, check_sizes, open_manifest
-from pimm_ray.checkpoint.layout import CheckpointName, Manifest
+from pimm_ray.checkpoint.layout import MARKER, CheckpointName, Manifest
 from pimm_ray.checkpoint.store import Store, open_store
 from pimm_ray.errors import CorruptCheckpoint, PimmRayError, StorageError
 from pimm_ray.runtime.base import Runtime
@@ -100,6 +100,12 @@ def _problem(runtime: Runtime, store: Store) -> Problem | None:
         part, parts = runtime.rank, runtime.world_size
         own = first(lambda manifest: check_digests(store, manifest, part=part, parts=parts))
         shares = runtime.gather(f"resume: verify {store.path}", own)
+        blind = [rank for rank, share in enumerate(shares) if share and share[0] == MARKER]
+        if blind:
+            raise StorageError(
+                f"ranks {blind} cannot open {store.path}, which rank 0 has opened: is the storage shared by all nodes? "
+                f"({shares[blind[0]][-1]})"
+            )
         found = next((share for share in shares if share), None)
     return Problem(*found) if found else None
 

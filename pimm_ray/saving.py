@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -94,7 +93,8 @@ class Saver:
                     f"{what}: ranks {odd} hold other tensors (names, shapes or dtypes) than rank 0; every rank must "
                     "have the same model and optimizer state"
                 )
-            name = str(CheckpointName.new(step, self._attempt))
+            after = CheckpointName.parse(self.newest.name) if self.newest else None
+            name = str(CheckpointName.new(step, self._attempt, after))
             prepare(runtime.store.child(name))
             return {
                 "name": name,
@@ -250,6 +250,8 @@ class Saver:
             if store.exists(layout.MARKER):
                 store.delete_file(layout.MARKER)
             store.remove()
+        except FileNotFoundError:
+            return  # Ray was deleting it too
         except (PimmRayError, OSError) as error:
             logger.warning("could not delete %s: %s", store.path, error)
 
@@ -262,11 +264,16 @@ def check_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """
     held = {}
     for key, value in metrics.items():
+        size, kind = 1, type(value).__name__
         if isinstance(value, torch.Tensor):
             value = value.detach()
-        size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", 1)
-        if not isinstance(value, torch.Tensor | np.ndarray | Number | str) or size != 1:
-            kind = f"{type(value).__name__} of {size} values" if size != 1 else type(value).__name__
+            size, plain, kind = value.numel(), not value.is_complex(), f"{kind} of {value.dtype}"
+        elif isinstance(value, np.ndarray | np.generic):
+            size, plain, kind = value.size, value.dtype.kind in "biufU", f"{kind} of {value.dtype}"
+        else:
+            plain = isinstance(value, int | float | str)
+        if not plain or size != 1:
+            kind = type(value).__name__ + f" of {size} values" if size != 1 else kind
             raise TypeError(f"metric {key!r} is a {kind}: give one number (or a string), for example its .mean()")
         held[key] = value
     return held

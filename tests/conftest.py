@@ -3,6 +3,7 @@ import os
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer imports it, which would cost each forked rank seconds
 
 pytest.register_assert_rewrite("tests.jobs")
 

@@ -65,6 +65,8 @@ class Job:
     folder: Path
     steps: int | None = None
     """Optimizer steps of this attempt; then it saves and leaves in mid-epoch. None: to the end."""
+    save: bool = True
+    """Whether it saves when it leaves."""
     epochs: int = 1
     samples: int = 40
     batch: int = 2
@@ -110,6 +112,7 @@ class Job:
                     "moments": [{k: v.tolist() for k, v in optimizer.state[p].items()} for p in model.parameters()],
                     "rate": [group["lr"] for group in optimizer.param_groups],
                     "schedule": schedule,
+                    "scaler": "scaler" in options and options["scaler"].state_dict(),
                     "state": manager.state,
                     "draws": next_draws(),
                 }
@@ -133,7 +136,8 @@ class Job:
                     story.rates.append(optimizer.param_groups[0]["lr"])
                     self.on_step(manager, done)
                     if done == self.steps:
-                        manager.save()
+                        if self.save:
+                            manager.save()
                         break
                 if done == self.steps or self.steps == 0:
                     break

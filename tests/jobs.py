@@ -142,7 +142,7 @@ class Training:
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             loader=self.loader,
-            save=SavePolicy(every_steps=every, at_end=False, timeout_seconds=30),
+            save=SavePolicy(every_steps=every, at_end=every is not None, timeout_seconds=30),
             storage=folder,
         )
         self.record = Record(self.manager.resume(warmup=self.warm_up if job.warmup else None))
@@ -164,11 +164,11 @@ class Training:
     def step(self) -> None:
         rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
         epoch = self.manager.state.epoch
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
         ids, losses, draws = zip(*self.window, strict=True)
         self.window = []
+        self.optimizer.step()
+        self.scheduler.step(*([losses[-1]] if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+        self.optimizer.zero_grad()
         number = self.manager.state.global_step + 1
         seen = tuple(index for part in ids for index in part)
         self.record.steps.append(Step(number, epoch, seen, rates, sum(losses), draws))

@@ -95,6 +95,7 @@ def _child(
     try:
         if world > 1 or group:
             dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+            dist.barrier()  # A rank that ends while others still connect makes them fail.
         _send(pipe, Outcome(value=program(rank, *args)))
     except BaseException as error:
         _send(pipe, Outcome(error=traceback.format_exc(), kind=type(error).__name__))

@@ -46,8 +46,11 @@ class CheckpointName:
         return f"checkpoint_{self.step:08}-{self.attempt:04}-{self.suffix}"
 
     @staticmethod
-    def new(step: int, attempt: int) -> CheckpointName:
-        return CheckpointName(attempt, step, secrets.token_hex(2))
+    def new(step: int, attempt: int, after: CheckpointName | None = None) -> CheckpointName:
+        """A name that is newer than `after`, the one that this run saved last."""
+        if after is not None and (after.attempt, after.step) == (attempt, step):
+            return CheckpointName(attempt, step, f"{int(after.suffix, 16) + 1:04x}")
+        return CheckpointName(attempt, step, f"{secrets.randbelow(0x8000):04x}")
 
     @staticmethod
     def parse(name: str) -> CheckpointName | None:

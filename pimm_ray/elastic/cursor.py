@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
+from pimm_ray.elastic import rng
 from pimm_ray.elastic.plan import RESTART_STRIDE, RunShape
-from pimm_ray.elastic.rng import reseeded
 
 
 class Cursor:
@@ -22,6 +24,7 @@ class Cursor:
     def __init__(self, loader: Iterable[Any] | None):
         self.loader = loader
         self.stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self._iterated = False
 
     def shape(self, world_size: int, seed: int) -> RunShape:
         """What this loader's positions depend on."""
@@ -45,7 +48,9 @@ class Cursor:
 
     @property
     def batches_per_epoch(self) -> int | None:
-        return _length(self.loader)
+        """None where it is unknown, or a guess: workers cut an iterable dataset into batches, each its own part."""
+        guess = isinstance(getattr(self.loader, "dataset", None), IterableDataset)
+        return None if guess else _length(self.loader)
 
     def set_epoch(self, epoch: int, drops: int, seed: int) -> bool:
         """Tell the samplers which epoch begins. After `drops` restarts of it they get another order; returns False when
@@ -57,7 +62,7 @@ class Cursor:
                 changed |= bool(getattr(part, "shuffle", True))
         if drops and not changed:
             for name, generator in self.generators.items():
-                generator.manual_seed(reseeded(seed, epoch, drops))
+                generator.manual_seed(rng.reseeded(seed, epoch, drops))
                 changed |= name != "loader"
         draws_from_global = any(_draws_from_global(sampler) for sampler in self._samplers())
         return changed or draws_from_global
@@ -66,13 +71,37 @@ class Cursor:
         """Where the loader stands: after the batches handed out so far. None when it cannot say."""
         return copy.deepcopy(self.loader.state_dict()) if self.stateful else None  # type: ignore[union-attr]
 
-    def iterate(self, state: Any = None) -> Iterator[Any]:
-        """A new iterator, from `state` when one is given."""
-        if self.loader is None:
+    def iterate(self, state: Any = None, *, consumed: int = 0, begun: bool = False) -> Iterator[Any]:
+        """A new iterator, from `state`, after `consumed` batches, when one is given.
+
+        `begun`: the run has iterated in an epoch before this one, if perhaps in another process. Whatever is drawn here
+        is drawn from the streams that the never interrupted run drew it from.
+        """
+        loader: Any = self.loader
+        if loader is None:
             raise ValueError("CheckpointManager(loader=...) was not given: manager.batches() has nothing to iterate")
-        if state is not None:
-            self.loader.load_state_dict(copy.deepcopy(state))  # type: ignore[attr-defined]
-        return iter(self.loader)
+        # Persistent workers are started once a run, and the start draws: not so in the never interrupted run by now.
+        starts_late = begun and not self._iterated and getattr(loader, "persistent_workers", False)
+        self._iterated = True
+        if state is None or _is_replayed(state):
+            if starts_late:
+                before = rng.capture(self.generators)
+                iter(loader)
+                rng.restore(before, self.generators)
+            iterator = iter(loader)
+            for _ in range(consumed if state is not None else 0):
+                next(iterator, None)
+            return iterator
+        loader.load_state_dict(copy.deepcopy(state))
+        if starts_late:
+            held, loader.generator = loader.generator, torch.Generator()
+            iterator = iter(loader)
+            loader.generator = held
+        else:
+            iterator = iter(loader)
+        if not getattr(loader, "num_workers", 0):
+            _skip_now(iterator)
+        return iterator
 
     def samples_in(self, batch: Any, index: int) -> int:
         """Samples of this rank in batch number `index` of an epoch."""
@@ -97,6 +126,32 @@ class Cursor:
             settings = {k: getattr(sampler, k) for k in ("shuffle", "seed", "drop_last") if hasattr(sampler, k)}
             said.append(f"{type(sampler).__name__}({','.join(f'{key}={value}' for key, value in settings.items())})")
         return "/".join(said)
+
+
+def _is_replayed(state: Any) -> bool:
+    """Whether a StatefulDataLoader gets back to `state` only by iterating, its dataset being iterable and stateless.
+
+    torchdata 0.11 then counts what it skips twice, so that its next state is of no use: we skip ourselves.
+    """
+    if not isinstance(state, Mapping):
+        return False
+    parts = [state, *state.get("_snapshot", {}).get("_worker_snapshots", {}).values()]
+    fetchers = [(part, fetcher) for part in parts if (fetcher := part.get("fetcher_state")) is not None]
+    return bool(fetchers) and all(
+        part.get("dataset_state") is None and fetcher.get("dataset_iter_state") is None for part, fetcher in fetchers
+    )
+
+
+def _skip_now(iterator: Any) -> None:
+    """Skip in a batch sampler without state what a StatefulDataLoader without workers would skip at the first batch.
+
+    That is too late: the sampler draws its order then, and the streams will have moved on.
+    """
+    if isinstance(getattr(iterator, "_sampler_iter", None), itertools.islice):
+        indices = iter(iterator._index_sampler)
+        for _ in range(iterator._sampler_iter_yielded):
+            next(indices, None)
+        iterator._sampler_iter = indices
 
 
 def _length(thing: Any) -> int | None:

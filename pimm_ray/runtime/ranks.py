@@ -220,15 +220,17 @@ def _plight(error: RuntimeError, limit: float) -> str:
 
 
 def _pack_error(error: Exception) -> dict[str, Any]:
-    public = {key: value for key, value in vars(error).items() if isinstance(value, str | int | float | list | dict)}
+    # Fields of ours only: those of others may not be sendable, and arrive as RemoteRankError anyway.
+    held = vars(error) if isinstance(error, PimmRayError) else {}
+    public = {key: value for key, value in held.items() if isinstance(value, str | int | float | list | dict)}
     return {"kind": type(error).__name__, "text": str(error), "fields": json.loads(json.dumps(public, default=str))}
 
 
 def _unpack_error(packed: dict[str, Any], *, by: int) -> PimmRayError:
-    kind = getattr(errors, packed["kind"], None)
-    text = f"rank {by}: {packed['text']}"
+    kind, text, fields = getattr(errors, packed["kind"], None), packed["text"], packed["fields"]
     if not (isinstance(kind, type) and issubclass(kind, PimmRayError)):
-        return RemoteRankError(f"rank {by}: {packed['kind']}: {packed['text']}")
-    error = kind(text)
-    vars(error).update(packed["fields"])
+        kind, text = RemoteRankError, f"{packed['kind']}: {text}"
+    # An error that rank 0 passes on already says where it comes from.
+    error: PimmRayError = kind(text if "rank" in fields else f"rank {by}: {text}")
+    vars(error).update({"rank": by, **fields})
     return error
