@@ -37,7 +37,17 @@ class PositionLoader(Protocol):
 
 
 def cursor_for(loader: Any) -> Cursor:
-    """The view of a loader that fits its kind."""
+    """The view of a loader that fits its kind.
+
+    Raises:
+        TypeError: it is a wrapper around a loader that keeps its own position.
+    """
+    if hasattr(inner := getattr(loader, "_dataloader", None), "load_state_dicts"):
+        kind = type(inner).__name__
+        raise TypeError(
+            f"ray.train.torch.prepare_data_loader(...) around a {kind} would hide its position: use the {kind} itself, "
+            "with device= to have batches moved"
+        )
     return PositionCursor(loader) if hasattr(loader, "load_state_dicts") else Cursor(loader)
 
 
