@@ -22,7 +22,9 @@ class PositionLoader(Protocol):
     commits_by_itself: bool
 
     @property
-    def real(self) -> int: ...
+    def step_done(self) -> bool: ...
+    @property
+    def step_samples(self) -> int: ...
     @property
     def at_end(self) -> bool: ...
     @property
@@ -59,7 +61,7 @@ class Cursor:
     """
 
     global_position = False
-    """Whether one position serves all ranks, whatever their number."""
+    """Whether one position serves all ranks, whatever their number; `samples_in` then counts those of all ranks."""
 
     def __init__(self, loader: Any):
         self.loader = loader
@@ -187,7 +189,7 @@ class PositionCursor(Cursor):
         return iter(self.loader)
 
     def samples_in(self, batch: Any, index: int) -> int:
-        return self.loader.real
+        return self.loader.step_samples if self.loader.step_done else 0
 
 
 def _length(thing: Any) -> int | None:

@@ -60,6 +60,7 @@ class ElasticLoader:
             that of the mean over the global batch.
         real: its samples; 0 for one that only repeats a sample so that the ranks stay together (`weight` is 0 then).
         step_done: whether it is the last of its window: step the optimizer after it.
+        step_samples: samples of its window over all ranks.
         accumulate: micro-batches of its window.
 
     Raises:
@@ -97,7 +98,7 @@ class ElasticLoader:
         self.seed, self.tail, self.num_workers = seed, tail, num_workers
         joined = dist.is_available() and dist.is_initialized()
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-        self.weight, self.real, self.step_done = 0.0, 0, False
+        self.weight, self.real, self.step_done, self.step_samples = 0.0, 0, False, 0
         self.accumulate = micro_batches(global_batch_size, self.world_size, micro_batch_size)
         if weights is not None and len(weights) != len(dataset):
             raise ValueError(f"weights= has {len(weights)} entries for {len(dataset)} samples: give one a sample")
@@ -288,7 +289,7 @@ class ElasticLoader:
             for cut, batch in enumerate(window, start=1):
                 low, high = shares[cut - 1]
                 self.real, self.accumulate, self.step_done = high - low, len(shares), cut == len(shares)
-                self.weight = self.world_size * self.real / size
+                self.weight, self.step_samples = self.world_size * self.real / size, size
                 if self.step_done:
                     on, samples = windows.after(number)
                     self._handed = epoch + on, samples
