@@ -120,8 +120,10 @@ class CheckpointManager:
 
     @property
     def state(self) -> TrainState:
-        """Where the run stands now: steps that are finished. Between saves `samples_seen` assumes equal ranks."""
-        return self._progress.state(self._progress.own_total_samples * self._runtime.world_size)
+        """Where the run stands now: steps that are finished. `samples_seen` is over all ranks; with a loader other than
+        an `ElasticLoader` it assumes between saves that all ranks have seen equally many."""
+        ranks = 1 if self._feed.cursor.global_position else self._runtime.world_size
+        return self._progress.state(self._progress.own_total_samples * ranks)
 
     def resume(self, *, checkpoint: Any = None, warmup: Callable[[], Any] | None = None) -> ResumePlan:
         """Restore the newest good checkpoint of this run, else `checkpoint`, else start fresh. Every rank, once.
@@ -407,13 +409,16 @@ class CheckpointManager:
                 "warm_start": None,
             }
 
+        counts = {"epoch": progress.own_epoch_samples, "total": progress.own_total_samples}
+        if self._feed.cursor.global_position and runtime.rank:
+            counts = dict.fromkeys(counts, 0)  # every rank has counted the samples of all of them
         info, agreed = self._checked_saver.save(
             make,
             head,
             step=progress.step,
             epoch=progress.epoch + progress.at_last_batch,
             reason=reason,
-            counts={"epoch": progress.own_epoch_samples, "total": progress.own_total_samples},
+            counts=counts,
             metrics={**self._metrics, **metrics},
         )
         progress.best = self._best_with(agreed.metrics)

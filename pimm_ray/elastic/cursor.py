@@ -20,7 +20,9 @@ class PositionLoader(Protocol):
     commits_by_itself: bool
 
     @property
-    def real(self) -> int: ...
+    def step_done(self) -> bool: ...
+    @property
+    def step_samples(self) -> int: ...
     @property
     def at_end(self) -> bool: ...
     @property
@@ -35,7 +37,17 @@ class PositionLoader(Protocol):
 
 
 def cursor_for(loader: Any) -> LoaderCursor:
-    """The view of a loader that fits its kind."""
+    """The view of a loader that fits its kind.
+
+    Raises:
+        TypeError: it is a wrapper around a loader that keeps its own position.
+    """
+    if hasattr(inner := getattr(loader, "_dataloader", None), "load_state_dicts"):
+        kind = type(inner).__name__
+        raise TypeError(
+            f"ray.train.torch.prepare_data_loader(...) around a {kind} would hide its position: use the {kind} itself, "
+            "with device= to have batches moved"
+        )
     return PositionCursor(loader) if hasattr(loader, "load_state_dicts") else LoaderCursor(loader)
 
 
@@ -76,4 +88,4 @@ class PositionCursor(LoaderCursor):
 
     def hand_out(self, iterator: Iterator[Any], start: int) -> Iterator[tuple[Any, int, bool]]:
         for batch in iterator:
-            yield batch, self.loader.real, self.loader.at_end
+            yield batch, self.loader.step_samples if self.loader.step_done else 0, self.loader.at_end

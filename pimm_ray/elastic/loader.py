@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 15
 _KIND = "pimm_ray.elastic"
-_OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last")
+_OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "generator")
 
 
 class ElasticLoader:
@@ -50,7 +51,8 @@ class ElasticLoader:
             those of collate of (seed, epoch, step), the same for any world, worker count and interruption.
         count: how many things that a loss averages over (points, tokens) a micro-batch has: for `weight_for` when a
             window has several micro-batches.
-        device: batches are moved there one ahead; needs `pin_memory=True` to overlap with computing.
+        device: batches are moved there, one ahead when there are workers; needs `pin_memory=True` to overlap with
+            computing.
         num_workers, arguments: of `torch.utils.data.DataLoader`, which does the loading.
 
     Attributes:
@@ -58,6 +60,7 @@ class ElasticLoader:
             that of the mean over the global batch.
         real: its samples; 0 for one that only repeats a sample so that the ranks stay together (`weight` is 0 then).
         step_done: whether it is the last of its window: step the optimizer after it.
+        step_samples: samples of its window over all ranks.
         accumulate: micro-batches of its window.
 
     Raises:
@@ -95,7 +98,7 @@ class ElasticLoader:
         self.seed, self.tail, self.num_workers = seed, tail, num_workers
         joined = dist.is_available() and dist.is_initialized()
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-        self.weight, self.real, self.step_done = 0.0, 0, False
+        self.weight, self.real, self.step_done, self.step_samples = 0.0, 0, False, 0
         self.accumulate = micro_batches(global_batch_size, self.world_size, micro_batch_size)
         if weights is not None and len(weights) != len(dataset):
             raise ValueError(f"weights= has {len(weights)} entries for {len(dataset)} samples: give one a sample")
@@ -108,14 +111,16 @@ class ElasticLoader:
         self._count, self._counts, self._total = count, list[int](), 0
         self._device = torch.device(device) if device is not None else None
         self._group: Any = None
-        self.batch_sampler = _MicroBatches(self, keyed=sample_rng, by_position=order == "weighted")
+        self._sampling = {"keyed": sample_rng, "by_position": order == "weighted"}
         self._generator = torch.Generator()
         collate = arguments.pop("collate_fn", None)
         if sample_rng:
             dataset, collate = SeededDataset(dataset, seed), SeededCollate(collate or default_collate)
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
-            batch_sampler=self.batch_sampler,
+            # Not a cycle: a loader that is dropped ends its persistent workers at once, and not at some collection
+            # of garbage, which then waits 5 seconds for each.
+            batch_sampler=_MicroBatches(weakref.proxy(self), **self._sampling),
             num_workers=num_workers,
             collate_fn=collate,
             generator=self._generator,
@@ -133,7 +138,7 @@ class ElasticLoader:
             if name in arguments:
                 raise TypeError(
                     f"ElasticLoader({name}=) is not possible: it decides itself which samples make a batch. Use "
-                    "global_batch_size=, micro_batch_size=, order= and tail="
+                    "global_batch_size=, micro_batch_size=, order=, seed= and tail="
                 )
         if arguments.get("in_order") is False:
             raise ValueError("ElasticLoader(in_order=False) would lose the position: leave in_order at True")
@@ -147,7 +152,9 @@ class ElasticLoader:
                 "needs a map-style data set with __len__ and __getitem__"
             )
         for name, value in (("global_batch_size", batch), ("micro_batch_size", micro)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if name == "micro_batch_size" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"ElasticLoader({name}={value!r}): use a whole number of samples above 0")
         if batch > len(dataset):
             raise ValueError(
@@ -155,6 +162,11 @@ class ElasticLoader:
             )
         if tail not in ("drop", "even", "carry"):
             raise ValueError(f"ElasticLoader(tail={tail!r}): use 'drop', 'even' or 'carry'")
+
+    @property
+    def batch_sampler(self) -> Sampler[list[Any]]:
+        """Indices of this rank's micro-batches from the position on, for a loader of one's own."""
+        return _MicroBatches(self, **self._sampling)
 
     @property
     def at_end(self) -> bool:
@@ -207,13 +219,15 @@ class ElasticLoader:
             "seed": self.seed,
         }
 
-    def set_epoch(self, epoch: int, *, final: bool = False, restarts: int = 0) -> None:
+    def set_epoch(self, epoch: int, *, final: bool = False, restarts: int | None = None) -> None:
         """Go to an epoch's first sample, unless the position is in that epoch already.
 
         Args:
             final: it is the run's last one: `tail="carry"` then ends as "even".
-            restarts: how often the epoch was begun anew; each time it has another order.
+            restarts: how often the epoch was begun anew; each time it has another order. None: as often as before.
         """
+        if restarts is None:
+            restarts = self._restarts if epoch == self._epoch else 0
         if (epoch, restarts) != (self._epoch, self._restarts):
             self._epoch, self._samples, self._restarts = epoch, 0, restarts
         self._final, self._handed = final, None
@@ -275,7 +289,7 @@ class ElasticLoader:
             for cut, batch in enumerate(window, start=1):
                 low, high = shares[cut - 1]
                 self.real, self.accumulate, self.step_done = high - low, len(shares), cut == len(shares)
-                self.weight = self.world_size * self.real / size
+                self.weight, self.step_samples = self.world_size * self.real / size, size
                 if self.step_done:
                     on, samples = windows.after(number)
                     self._handed = epoch + on, samples
@@ -342,10 +356,13 @@ class ElasticLoader:
         if self._device is None:
             yield from batches
             return
+        # Without workers what a data set draws comes from this process' streams: no batch may be loaded before the
+        # step that the streams are saved at.
+        most = 1 if self.num_workers else 0
         ahead: deque[Any] = deque()
         for batch in batches:
             ahead.append(_to_device(batch, self._device))
-            if len(ahead) > 1:
+            if len(ahead) > most:
                 yield ahead.popleft()
         yield from ahead
 
@@ -384,7 +401,7 @@ class _MicroBatches(Sampler[list[Any]]):
             for (first, _, _), (low, high) in zip(cuts, bounds, strict=True):
                 batch = samples[at : at + high - low]
                 at += high - low
-                yield [(*key, first) for key in batch] if self._keyed else batch
+                yield [(*key, epoch, first) for key in batch] if self._keyed else batch
 
     def _samples(self, epoch: int, positions: np.ndarray) -> list[Any]:
         order, length = self._loader._order, self._loader.length

@@ -15,18 +15,19 @@ from pimm_ray.elastic.order import mix
 
 
 class SeededDataset:
-    """Keys are (sample, epoch, stream, first position of the window); `stream` is what the draws depend on."""
+    """Keys are (sample, epoch, stream, epoch and first position of the window); `stream` is what draws depend on. The
+    two epochs differ in a window that carries over."""
 
     def __init__(self, dataset: Any, seed: int):
         self._dataset, self._seed = dataset, seed
 
-    def __getitems__(self, keys: list[tuple[int, int, int, int]]) -> _Drawn:
+    def __getitems__(self, keys: list[tuple[int, int, int, int, int]]) -> _Drawn:
         with _streams_put_back():
             items = []
-            for index, epoch, stream, _ in keys:
+            for index, epoch, stream, *_ in keys:
                 _seed_streams(mix(self._seed, epoch, stream))
                 items.append(self._dataset[index])
-        _, epoch, _, first = keys[0]
+        *_, epoch, first = keys[0]
         return _Drawn(items, mix(self._seed, epoch, first, 1))
 
 
