@@ -68,19 +68,24 @@ class Progress:
         self.own_epoch_samples = self.own_total_samples = 0
 
     @property
+    def at_end(self) -> bool:
+        """Whether the step with the epoch's last batch is finished."""
+        return self.at_last_batch and not self.open_batches
+
+    @property
     def within_epoch(self) -> bool:
-        return self.window > 0 and not self.at_last_batch
+        return self.window > 0 and not self.at_end
 
     def position(self, epoch_samples: int) -> Position:
         """Of the next batch, `epoch_samples` being what all ranks used since the last save."""
         if self.within_epoch:
             return Position(epoch=self.epoch, samples=self.epoch_samples + epoch_samples, window=self.window)
-        return Position(epoch=self.epoch + self.at_last_batch)
+        return Position(epoch=self.epoch + self.at_end)
 
     def state(self, new_samples: int) -> TrainState:
         """`new_samples` being what all ranks used since the last save."""
         return TrainState(
-            epoch=self.epoch + self.at_last_batch,
+            epoch=self.epoch + self.at_end,
             iter_in_epoch=self.window if self.within_epoch else 0,
             global_step=self.step,
             samples_seen=self.total_samples + new_samples,
