@@ -18,7 +18,7 @@ from pimm_ray.checkpoint.folder import Share, read_document, read_rank, read_sna
 from pimm_ray.checkpoint.state import Objects, Snapshot, apply, collect, is_extra
 from pimm_ray.elastic import rng, schedule
 from pimm_ray.elastic.cursor import cursor_for
-from pimm_ray.elastic.plan import ElasticPolicy, Position, ResumePlan, RunShape, plan_resume
+from pimm_ray.elastic.plan import ElasticPolicy, Position, ResumePlan, RunShape, plan_resume, share_of
 from pimm_ray.errors import CorruptCheckpoint, DataChanged, PimmRayError
 from pimm_ray.policy import KeepPolicy, SavePolicy
 from pimm_ray.progress import Progress, TrainState
@@ -53,7 +53,8 @@ class CheckpointManager:
 
     Raises:
         PimmRayError: no run folder, or a distributed launch without an initialised process group.
-        TypeError: an `extra` that cannot be restored in place.
+        TypeError: an `extra` that cannot be restored in place, or a loader inside Ray's `prepare_data_loader`.
+        WorldSizeError: an `ElasticLoader` that was made before `torch.distributed` was initialised.
 
     Example:
         >>> manager = CheckpointManager(model=model, optimizer=optimizer, loader=loader, storage="runs/demo",
@@ -101,6 +102,7 @@ class CheckpointManager:
         self._save_policy, self._keep, self._elastic = save, keep, elastic
         self._cursor = cursor_for(loader)
         self._runtime = make_runtime(storage, timeout=save.timeout_seconds)
+        self._cursor.check(self._runtime.world_size)
         if keep is not _DEFAULT_KEEP and self._runtime.retains and self._runtime.rank == 0:
             logger.warning(
                 "keep= has no effect under Ray (except every_steps): use RunConfig(checkpoint_config=CheckpointConfig("
@@ -109,6 +111,8 @@ class CheckpointManager:
         self._given_seed = seed
         self._seed = 0
         self._generation = self._replayed = 0
+        self._share: float | None = None
+        self._schedule_lag = 0
         self._progress = Progress()
         self._saver: Saver | None = None
         self._iteration: object | None = None
@@ -301,8 +305,8 @@ class CheckpointManager:
         if set(runtime.gather("resume: restored", document["id"])) != {document["id"]}:
             raise CorruptCheckpoint("ranks restored different checkpoints: is the storage shared by all nodes?")
         self._take_position(document, position, plan)
-        self._mend_schedules(position, plan)
         self._keep_share_of_batch(RunShape(**document["shape"]), plan)
+        self._mend_schedules(position, plan)
         self._prepare_streams(own, manifest.world_size, plan)
         if plan.cursor == "kept":
             self._keep_position(own, lambda rank: read_rank(store, manifest, rank)["loader"], manifest.world_size)
@@ -324,7 +328,7 @@ class CheckpointManager:
 
     def _agreed_plan(self, saved: dict[str, Any], position: Position) -> ResumePlan:
         """Each rank's data may have a shape of its own, but when one rank drops its position all do."""
-        now = asdict(self._cursor.shape(self._runtime.world_size, self._seed))
+        now = asdict(self._shape())
         plans = [
             plan_resume(RunShape(**before), RunShape(**after), self._elastic, position)
             for before, after in self._runtime.gather("resume: shapes", [saved, now])
@@ -345,14 +349,17 @@ class CheckpointManager:
         )
         self._generation = document["generation"] + 1
         self._replayed = document["replayed"] + (position.window if dropped else 0)
+        self._schedule_lag = document.get("schedule_lag", 0)
 
     def _mend_schedules(self, position: Position, plan: ResumePlan) -> None:
-        """Once an epoch was restarted, the schedules get more steps than they were made for."""
-        dropped = plan.cursor == "dropped"
-        for scheduler in self._objects.schedulers if self._replayed else ():
-            if dropped and plan.schedule == "extend" and schedule.follows_steps(scheduler, self._progress.step):
+        """Once an epoch was restarted, the schedules get more steps than they were made for; and by rounding, where the
+        steps of an epoch changed."""
+        dropped, steps = plan.cursor == "dropped", self._progress.step - self._schedule_lag
+        for scheduler in self._objects.schedulers:
+            if self._replayed and dropped and plan.schedule == "extend" and schedule.follows_steps(scheduler, steps):
                 schedule.extend(scheduler, position.window)
-            schedule.hold(scheduler, say=self._runtime.rank == 0)
+            if self._replayed or (self._per_rank and schedule.has_horizon(scheduler)):
+                schedule.hold(scheduler, say=self._runtime.rank == 0)
 
     def _prepare_streams(self, own: dict[str, Any], saved_world: int, plan: ResumePlan) -> None:
         rank, generators = self._runtime.rank, self._cursor.generators
@@ -375,15 +382,28 @@ class CheckpointManager:
 
     def _keep_share_of_batch(self, saved: RunShape, plan: ResumePlan) -> None:
         """`ElasticPolicy(batch="per_rank")`: another global batch, and schedules that count its steps."""
+        if not self._per_rank:
+            return
+        self._share = share_of(saved)
         if plan.global_batch is None or saved.global_batch is None:
             return
         self._cursor.loader.global_batch_size = plan.global_batch
-        for scheduler in self._objects.schedulers:
-            if schedule.follows_steps(scheduler, self._progress.step):
-                schedule.rescale(scheduler, saved.global_batch / plan.global_batch)
+        ratio, steps = saved.global_batch / plan.global_batch, self._progress.step - self._schedule_lag
+        for scheduler in self._objects.schedulers if ratio != 1 else ():
+            if schedule.follows_steps(scheduler, steps):
+                schedule.rescale(scheduler, ratio, say=self._runtime.rank == 0)
+        self._schedule_lag = self._progress.step - round(steps * ratio)
         for optimizer in self._objects.optimizers:
             mine = [s for s in self._objects.schedulers if getattr(s, "optimizer", None) is optimizer]
             schedule.scale_rates(optimizer, mine, plan.lr_factor)
+
+    @property
+    def _per_rank(self) -> bool:
+        return self._elastic.batch == "per_rank" and self._cursor.global_position
+
+    def _shape(self) -> RunShape:
+        shape = self._cursor.shape(self._runtime.world_size, self._seed)
+        return replace(shape, share=self._share) if self._share is not None else shape
 
     def _settle_streams(self) -> None:
         """Put the streams where the checkpoint had them, once, at the last moment before the loop draws from them."""
@@ -444,7 +464,7 @@ class CheckpointManager:
                 "epoch_rng": self._epoch_streams if within else None,
                 "loader": self._loader_state() if within or self._cursor.global_position else None,
                 "batches": progress.batches if within else 0,
-                "shape": asdict(self._cursor.shape(runtime.world_size, self._seed)),
+                "shape": asdict(self._shape()),
             }
             return Share(collect(self._objects), own, rank=runtime.rank, world=runtime.world_size)
 
@@ -455,10 +475,11 @@ class CheckpointManager:
                 "epoch": trainer.epoch,
                 "position": asdict(self._cursor.position(progress.position(agreed.counts["epoch"]))),
                 "trainer": asdict(replace(trainer, best_metric_value=self._best_with(agreed.metrics))),
-                "shape": asdict(self._cursor.shape(runtime.world_size, self._seed)),
+                "shape": asdict(self._shape()),
                 "generation": self._generation,
                 "drops": progress.drops if within else 0,
                 "replayed": self._replayed,
+                "schedule_lag": self._schedule_lag,
                 "seed": self._seed,
                 "loggers": {},
                 "warm_start": None,
@@ -471,7 +492,7 @@ class CheckpointManager:
             make,
             head,
             step=progress.step,
-            epoch=progress.epoch + progress.at_last_batch,
+            epoch=progress.epoch + progress.at_end,
             reason=reason,
             counts=counts,
             metrics={**self._metrics, **metrics},

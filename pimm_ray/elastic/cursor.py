@@ -11,12 +11,14 @@ import torch
 
 from pimm_ray.elastic.plan import RESTART_STRIDE, Position, RunShape
 from pimm_ray.elastic.rng import reseeded
+from pimm_ray.errors import WorldSizeError
 
 
 class PositionLoader(Protocol):
     """A loader with a position over all ranks, good for any number of them: `ElasticLoader`."""
 
     global_batch_size: int
+    world_size: int
     num_workers: int
     seed: int
     commits_by_itself: bool
@@ -66,6 +68,9 @@ class Cursor:
     def __init__(self, loader: Any):
         self.loader = loader
         self.stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+    def check(self, world_size: int) -> None:
+        """Raises WorldSizeError when the loader was made for another number of ranks."""
 
     def shape(self, world_size: int, seed: int) -> RunShape:
         """What this loader's positions depend on."""
@@ -160,6 +165,13 @@ class PositionCursor(Cursor):
         super().__init__(loader)
         self.stateful = True
         loader.commits_by_itself = False
+
+    def check(self, world_size: int) -> None:
+        if self.loader.world_size != world_size:
+            raise WorldSizeError(
+                f"the {type(self.loader).__name__} was made for {self.loader.world_size} ranks and there are "
+                f"{world_size}: make it after torch.distributed is initialised"
+            )
 
     def shape(self, world_size: int, seed: int) -> RunShape:
         return RunShape(world_size=world_size, loader_workers=self.loader.num_workers, **self.loader.shape)
