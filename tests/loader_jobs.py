@@ -165,9 +165,7 @@ class Run:
         if kill and (kill.when == "before" or (kill.when == "one" and self.rank == self.world - 1)):
             die()
         self.manager.step()
-        step = Step(
-            self.attempt, self.rank, self.world, number, epoch, self.ids, rate, asdict(self.manager.state)
-        )
+        step = Step(self.attempt, self.rank, self.world, number, epoch, self.ids, rate, asdict(self.manager.state))
         self.ids = []
         with open(self.log, "ab", buffering=0) as file:
             file.write((json.dumps(asdict(step)) + "\n").encode())
