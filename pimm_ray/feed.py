@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import Any
 
 from pimm_ray.elastic import rng
@@ -27,7 +26,7 @@ class Feed:
         self._resumed_streams: dict[str, Any] | None = None
         """Where the streams go on from after a resume, until the loop draws."""
 
-    def saved(self, progress: Progress, world_size: int, seed: int) -> dict[str, Any]:
+    def saved(self, progress: Progress) -> dict[str, Any]:
         """This rank's part of a checkpoint."""
         within, cursor = progress.within_epoch, self.cursor
         kept = None if cursor.global_position else self._kept
@@ -37,7 +36,6 @@ class Feed:
             "epoch_rng": self._epoch_streams if within else None,
             "loader": (kept or cursor.state()) if within or cursor.global_position else None,
             "batches": progress.batches if within else 0,
-            "shape": asdict(cursor.shape(world_size, seed)),
         }
 
     def restore_streams(self, own: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from pimm_ray.elastic import schedule
 from pimm_ray.elastic.plan import ElasticPolicy, Position, ResumePlan, RunShape, plan_resume
 from pimm_ray.errors import CorruptCheckpoint, DataChanged, PimmRayError
 from pimm_ray.feed import Feed
+from pimm_ray.pace import Pace
 from pimm_ray.policy import KeepPolicy, SavePolicy
 from pimm_ray.progress import Progress, TrainState
 from pimm_ray.resuming import Choice, choose
@@ -53,7 +54,8 @@ class CheckpointManager:
 
     Raises:
         PimmRayError: no run folder, or a distributed launch without an initialised process group.
-        TypeError: an `extra` that cannot be restored in place.
+        TypeError: an `extra` that cannot be restored in place, or a loader inside Ray's `prepare_data_loader`.
+        WorldSizeError: an `ElasticLoader` that was made before `torch.distributed` was initialised.
 
     Example:
         >>> manager = CheckpointManager(model=model, optimizer=optimizer, loader=loader, storage="runs/demo",
@@ -100,7 +102,9 @@ class CheckpointManager:
         )
         self._save_policy, self._keep, self._elastic = save, keep, elastic
         self._feed = Feed(loader)
+        self._pace = Pace(self._objects, self._feed, elastic)
         self._runtime = make_runtime(storage, timeout=save.timeout_seconds)
+        self._feed.cursor.check(self._runtime.world_size)
         if keep is not _DEFAULT_KEEP and self._runtime.retains and self._runtime.rank == 0:
             logger.warning(
                 "keep= has no effect under Ray (except every_steps): use RunConfig(checkpoint_config=CheckpointConfig("
@@ -108,7 +112,7 @@ class CheckpointManager:
             )
         self._given_seed = seed
         self._seed = 0
-        self._generation = self._replayed = 0
+        self._generation = 0
         self._progress = Progress()
         self._saver: Saver | None = None
         self._iteration: object | None = None
@@ -296,10 +300,7 @@ class CheckpointManager:
         if set(runtime.gather("resume: restored", document["id"])) != {document["id"]}:
             raise CorruptCheckpoint("ranks restored different checkpoints: is the storage shared by all nodes?")
         self._take_position(document, position, plan)
-        if self._replayed:
-            by = position.window if plan.schedule == "extend" else 0
-            schedule.outlive(self._objects.schedulers, extend_by=by, step=manifest.step, say=runtime.rank == 0)
-        self._keep_share_of_batch(RunShape(**document["shape"]), plan)
+        self._pace.resume(document, plan, say=runtime.rank == 0)
         self._continue_feed(own, lambda rank: read_rank(store, manifest, rank), plan, position)
         if self._given_seed not in (None, self._seed):
             notes.append(f"seed {self._seed} of the checkpoint holds, not {self._given_seed}")
@@ -319,7 +320,7 @@ class CheckpointManager:
 
     def _agreed_plan(self, saved: dict[str, Any], position: Position) -> ResumePlan:
         """Each rank's data may have a shape of its own, but when one rank drops its position all do."""
-        now = asdict(self._feed.cursor.shape(self._runtime.world_size, self._seed))
+        now = self._shape()
         plans = [
             plan_resume(RunShape(**before), RunShape(**after), self._elastic, position)
             for before, after in self._runtime.gather("resume: shapes", [saved, now])
@@ -340,7 +341,6 @@ class CheckpointManager:
             drops=document["drops"] + dropped,
         )
         self._generation = document["generation"] + 1
-        self._replayed = document["replayed"] + (position.window if dropped else 0)
 
     def _continue_feed(
         self, own: dict[str, Any], of_rank: Callable[[int], dict[str, Any]], plan: ResumePlan, position: Position
@@ -354,17 +354,8 @@ class CheckpointManager:
             self._progress.batches = own["batches"]
             self._feed.keep_position(own, of_rank, position)
 
-    def _keep_share_of_batch(self, saved: RunShape, plan: ResumePlan) -> None:
-        """`ElasticPolicy(batch="per_rank")`: another global batch, and schedules that count its steps."""
-        if plan.global_batch is None or saved.global_batch is None:
-            return
-        self._feed.cursor.loader.global_batch_size = plan.global_batch
-        for scheduler in self._objects.schedulers:
-            if schedule.follows_steps(scheduler, self._progress.step):
-                schedule.rescale(scheduler, saved.global_batch / plan.global_batch)
-        for optimizer in self._objects.optimizers:
-            mine = [s for s in self._objects.schedulers if getattr(s, "optimizer", None) is optimizer]
-            schedule.scale_rates(optimizer, mine, plan.lr_factor)
+    def _shape(self) -> dict[str, Any]:
+        return asdict(self._pace.shape(self._runtime.world_size, self._seed))
 
     def _end_epoch(self) -> None:
         self._iteration = None
@@ -390,7 +381,7 @@ class CheckpointManager:
             self._refuse_or_warn()
 
         def make() -> Share:
-            own = self._feed.saved(progress, runtime.world_size, self._seed)
+            own = self._feed.saved(progress) | {"shape": self._shape()}
             return Share(collect(self._objects), own, rank=runtime.rank, world=runtime.world_size)
 
         def head(agreed: Agreed) -> dict[str, Any]:
@@ -400,10 +391,10 @@ class CheckpointManager:
                 "epoch": trainer.epoch,
                 "position": asdict(self._feed.cursor.position(progress.position(agreed.counts["epoch"]))),
                 "trainer": asdict(replace(trainer, best_metric_value=self._best_with(agreed.metrics))),
-                "shape": asdict(self._feed.cursor.shape(runtime.world_size, self._seed)),
+                "shape": self._shape(),
                 "generation": self._generation,
                 "drops": progress.drops if within else 0,
-                "replayed": self._replayed,
+                **self._pace.saved(),
                 "seed": self._seed,
                 "loggers": {},
                 "warm_start": None,

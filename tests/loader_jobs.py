@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -165,9 +164,7 @@ class Run:
         if kill and (kill.when == "before" or (kill.when == "one" and self.rank == self.world - 1)):
             die()
         self.manager.step()
-        step = Step(
-            self.attempt, self.rank, self.world, number, epoch, self.ids, rate, asdict(self.manager.state)
-        )
+        step = Step(self.attempt, self.rank, self.world, number, epoch, self.ids, rate, asdict(self.manager.state))
         self.ids = []
         with open(self.log, "ab", buffering=0) as file:
             file.write((json.dumps(asdict(step)) + "\n").encode())

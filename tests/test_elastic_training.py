@@ -1,4 +1,4 @@
-"""Training on an ElasticLoader with real gloo ranks, loader workers and SIGKILL, against the run that was never killed."""
+"""Training on an ElasticLoader with real gloo ranks, loader workers and SIGKILL, against its never killed twin."""
 
 from __future__ import annotations
 

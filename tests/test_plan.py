@@ -173,6 +173,15 @@ def test_after_an_epoch_s_last_batch_comes_the_start_of_the_next():
     assert progress.drops == progress.own_epoch_samples == 0 and progress.own_total_samples == 10
 
 
+def test_an_epoch_is_not_over_while_the_step_with_its_last_batch_is_still_open():
+    progress = walked(10, steps=9)
+    progress.hand_over(2, last=True)
+    assert (progress.state(0).epoch, progress.state(0).iter_in_epoch) == (0, 9)
+    assert progress.position(18) == Position(epoch=0, samples=18, window=9)
+    progress.commit()
+    assert (progress.state(0).epoch, progress.state(0).iter_in_epoch) == (1, 0)
+
+
 def test_sums_over_ranks_replace_what_each_counted():
     progress = walked(10, steps=3)
     progress.absorb(24, 24)

@@ -10,12 +10,14 @@ import torch
 
 from pimm_ray.elastic.own_loader import LoaderCursor
 from pimm_ray.elastic.plan import Position, RunShape
+from pimm_ray.errors import WorldSizeError
 
 
 class PositionLoader(Protocol):
     """A loader with one position over all ranks, good for any number of them: `ElasticLoader`."""
 
     global_batch_size: int
+    world_size: int
     num_workers: int
     commits_by_itself: bool
 
@@ -61,6 +63,13 @@ class PositionCursor(LoaderCursor):
         super().__init__(loader)
         self.stateful = True
         loader.commits_by_itself = False
+
+    def check(self, world_size: int) -> None:
+        if self.loader.world_size != world_size:
+            raise WorldSizeError(
+                f"the {type(self.loader).__name__} was made for {self.loader.world_size} ranks and there are "
+                f"{world_size}: make it after torch.distributed is initialised"
+            )
 
     def shape(self, world_size: int, seed: int) -> RunShape:
         return RunShape(world_size=world_size, loader_workers=self.loader.num_workers, **self.loader.shape)

@@ -31,6 +31,9 @@ class LoaderCursor:
         self.stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._iterated = False
 
+    def check(self, world_size: int) -> None:
+        """Raises WorldSizeError when the loader was made for another number of ranks."""
+
     def shape(self, world_size: int, seed: int) -> RunShape:
         """What this loader's positions depend on."""
         micro = getattr(self.loader, "batch_size", None)

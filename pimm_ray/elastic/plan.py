@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pimm_ray.elastic.windows import micro_batches
@@ -21,7 +21,8 @@ class RunShape:
 
     `global_batch` is the samples over all ranks of one step of an `ElasticLoader`, and of one micro-batch of another
     loader; `micro_batch` those of one rank. `order_id` says which loader and sampler give the order; None when the
-    loader cannot tell or restore its position.
+    loader cannot tell or restore its position. `share`, with batch="per_rank", is what a step has for each rank; whole
+    batches differ from it by rounding, which must not add up over several changes of the number of workers.
     """
 
     world_size: int
@@ -31,6 +32,7 @@ class RunShape:
     dataset_size: int | None = None
     order_id: str | None = None
     seed: int = 0
+    share: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,14 +139,19 @@ def plan_resume(saved: RunShape, now: RunShape, policy: ElasticPolicy, position:
         'dropped'
     """
     elastic = all((shape.order_id or "").startswith(ELASTIC) for shape in (saved, now))
-    changes = _changes(saved, now, _ELASTIC_WORDS if elastic else _WORDS)
+    words = _ELASTIC_WORDS if elastic else _WORDS
+    changes = _changes(saved, now, words)
     reason = "; ".join(changes)
     global_batch, lr_factor, notes = None, 1.0, list[str]()
-    if elastic and policy.batch == "per_rank" and saved.world_size != now.world_size and saved.global_batch:
-        global_batch = max(1, round(saved.global_batch * now.world_size / saved.world_size))
-        lr_factor = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[policy.lr_scale]
-        lr_factor = (global_batch / saved.global_batch) ** lr_factor
-        notes.append(f"global batch {saved.global_batch} -> {global_batch} (batch='per_rank')")
+    share = share_of(saved)
+    if elastic and policy.batch == "per_rank" and share and saved.global_batch:
+        batch = min(max(1, round(share * now.world_size)), now.dataset_size or saved.global_batch)
+        if not batch == saved.global_batch == now.global_batch:
+            global_batch = batch
+            lr_factor = (batch / saved.global_batch) ** {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[policy.lr_scale]
+            given = "" if batch != saved.global_batch else f", not the {now.global_batch} that the loader was given"
+            notes.append(f"global batch {saved.global_batch} -> {batch} (batch='per_rank'){given}")
+        now = replace(now, global_batch=batch)
     elif saved.global_batch != now.global_batch and None not in (saved.global_batch, now.global_batch):
         notes.append(
             f"global batch {saved.global_batch} -> {now.global_batch} samples"
@@ -162,7 +169,7 @@ def plan_resume(saved: RunShape, now: RunShape, policy: ElasticPolicy, position:
     else:
         cursor = "kept"
     if cursor == "dropped" and policy.cursor == "fail":
-        kind = WorldSizeError if saved.world_size != now.world_size else DataChanged
+        kind = WorldSizeError if "world_size" in words and saved.world_size != now.world_size else DataChanged
         raise kind(
             f"cannot keep the data position ({reason}) and ElasticPolicy(cursor='fail') forbids to drop it: resume as "
             "the run was saved, or allow cursor='auto'"
@@ -181,12 +188,19 @@ def plan_resume(saved: RunShape, now: RunShape, policy: ElasticPolicy, position:
         samples_repeated=position.samples if cursor == "dropped" else 0,
         rng=rng,
         schedule=policy.schedule if cursor == "dropped" else "kept",
-        accumulate=_accumulate(global_batch or now.global_batch, now) if elastic else None,
+        accumulate=_accumulate(now.global_batch, now) if elastic else None,
         global_batch=global_batch,
         lr_factor=lr_factor,
-        exact=not _changes(saved, now, _WORDS) and cursor != "dropped" and policy.rng == "restore",
+        exact=not changes and not _changes(saved, now, _ALL_WORDS) and cursor != "dropped" and policy.rng == "restore",
         notes=tuple(notes),
     )
+
+
+def share_of(shape: RunShape) -> float | None:
+    """Samples of a step for each rank, as batch="per_rank" keeps it."""
+    if shape.share is not None or shape.global_batch is None:
+        return shape.share
+    return shape.global_batch / shape.world_size
 
 
 _ELASTIC_WORDS = {"dataset_size": "dataset length", "order_id": "order", "seed": "seed"}
@@ -197,6 +211,7 @@ _WORDS = {
     "dataset_size": "dataset length",
     "order_id": "order",
 }
+_ALL_WORDS = {**_WORDS, "global_batch": "global batch"}
 
 
 def _accumulate(batch: int | None, now: RunShape) -> int | None:

@@ -30,12 +30,13 @@ def require_horizon(schedulers: Iterable[Any]) -> None:
             )
 
 
-def outlive(schedulers: Iterable[Any], *, extend_by: int, step: int, say: bool) -> None:
-    """Prepare schedules for more steps than they were made for, because an epoch of the run was restarted."""
+def outlive(schedulers: Iterable[Any], *, extend_by: int, step: int, all_kinds: bool, say: bool) -> None:
+    """Prepare schedules for more steps than they were made for; unless `all_kinds`, only those whose end we know."""
     for scheduler in schedulers:
         if extend_by and follows_steps(scheduler, step):
             extend(scheduler, extend_by)
-        hold(scheduler, say=say)
+        if all_kinds or has_horizon(scheduler):
+            hold(scheduler, say=say)
 
 
 def extend(scheduler: Any, steps: int) -> None:
@@ -87,10 +88,18 @@ def hold(scheduler: Any, *, say: bool) -> None:
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
 
 
-def rescale(scheduler: Any, ratio: float) -> None:
-    """Measure a schedule in other steps, `ratio` of them for one of before: the fraction of its way stays."""
+def rescale(scheduler: Any, ratio: float, *, say: bool) -> None:
+    """Measure a schedule in other steps, `ratio` of them for one of before: the fraction of its way stays. One with a
+    part whose horizon is not known goes on as it is."""
+    if not has_horizon(scheduler):
+        if say:
+            logger.warning(
+                "%s has no known horizon: it goes on by steps, although a step now has another number of samples",
+                type(scheduler).__name__,
+            )
+        return
     for part in getattr(scheduler, "_schedulers", ()):
-        rescale(part, ratio)
+        rescale(part, ratio, say=say)
     if hasattr(scheduler, "_milestones"):
         scheduler._milestones = [round(milestone * ratio) for milestone in scheduler._milestones]
     if attribute := _HORIZON.get(type(scheduler)):
@@ -107,12 +116,24 @@ def scale_rates(optimizer: Any, schedulers: Iterable[Any], factor: float) -> Non
             if key in group:
                 group[key] *= factor
     for scheduler in schedulers:
-        scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
+        for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+            if hasattr(part, "base_lrs"):
+                part.base_lrs = [rate * factor for rate in part.base_lrs]
+            if hasattr(part, "eta_min"):
+                part.eta_min *= factor
+
+
+def has_horizon(scheduler: Any) -> bool:
+    """Whether we know the horizon of every part of a schedule."""
+    if isinstance(scheduler, lr_scheduler.SequentialLR):
+        return all(map(has_horizon, scheduler._schedulers))
+    return type(scheduler) in _HORIZON
 
 
 def follows_steps(scheduler: Any, global_step: int) -> bool:
     """Whether this schedule is advanced once a step (and not once an epoch)."""
-    return bool(scheduler.last_epoch >= global_step > 0)
+    parts = getattr(scheduler, "_schedulers", [])  # a ChainedScheduler has no count of its own
+    return max(getattr(part, "last_epoch", 0) for part in (scheduler, *parts)) >= global_step > 0
 
 
 def _last_part(scheduler: Any) -> Any:
