@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from pimm_ray.checkpoint.find import CheckpointInfo
 from pimm_ray.checkpoint.folder import Share, read_document, read_rank, read_snapshot
 from pimm_ray.checkpoint.state import Objects, Snapshot, apply, collect, is_extra
-from pimm_ray.elastic import rng, schedule
-from pimm_ray.elastic.cursor import Cursor
+from pimm_ray.elastic import schedule
 from pimm_ray.elastic.plan import ElasticPolicy, Position, ResumePlan, RunShape, plan_resume
 from pimm_ray.errors import CorruptCheckpoint, DataChanged, PimmRayError
+from pimm_ray.feed import Feed
 from pimm_ray.policy import KeepPolicy, SavePolicy
 from pimm_ray.progress import Progress, TrainState
 from pimm_ray.resuming import Choice, choose
@@ -29,7 +29,6 @@ from pimm_ray.saving import Agreed, Saver, check_metrics
 logger = logging.getLogger(__name__)
 
 _SAVE, _REPORT = 1, 2
-_END = object()
 _DEFAULT_SAVE, _DEFAULT_KEEP, _DEFAULT_ELASTIC = SavePolicy(), KeepPolicy(), ElasticPolicy()
 
 
@@ -43,8 +42,8 @@ class CheckpointManager:
         model: the module, plain or wrapped (DDP, torch.compile). Holds every parameter that is optimized.
         optimizer, scheduler: one, or a list of several.
         scaler: a `torch.amp.GradScaler`.
-        loader: what `batches()` iterates. A torchdata `StatefulDataLoader` resumes in mid-epoch; any other iterable
-            at an epoch's start.
+        loader: what `batches()` iterates. An `ElasticLoader` resumes in mid-epoch on any number of workers, a torchdata
+            `StatefulDataLoader` on the same number; any other iterable at an epoch's start.
         ema: averaged weights: a module (`torch.optim.swa_utils.AveragedModel`) or anything with state_dict().
         extra: more state by name: objects with state_dict() and load_state_dict(), or dicts and lists of plain data,
             which are restored in place.
@@ -100,7 +99,7 @@ class CheckpointManager:
             extra=dict(extra or {}),
         )
         self._save_policy, self._keep, self._elastic = save, keep, elastic
-        self._cursor = Cursor(loader)
+        self._feed = Feed(loader)
         self._runtime = make_runtime(storage, timeout=save.timeout_seconds)
         if keep is not _DEFAULT_KEEP and self._runtime.retains and self._runtime.rank == 0:
             logger.warning(
@@ -113,9 +112,7 @@ class CheckpointManager:
         self._progress = Progress()
         self._saver: Saver | None = None
         self._iteration: object | None = None
-        self._kept_loader_state: Any = None
-        self._epoch_streams: dict[str, Any] | None = None
-        self._resumed_streams: dict[str, Any] | None = None
+        self._epochs: int | None = None
         self._asked: tuple[str, Mapping[str, Any]] | None = None
         self._metrics: dict[str, Any] = {}
         self._saved_at = time.monotonic()
@@ -123,8 +120,10 @@ class CheckpointManager:
 
     @property
     def state(self) -> TrainState:
-        """Where the run stands now: steps that are finished. Between saves `samples_seen` assumes equal ranks."""
-        return self._progress.state(self._progress.own_total_samples * self._runtime.world_size)
+        """Where the run stands now: steps that are finished. `samples_seen` is over all ranks; with a loader other than
+        an `ElasticLoader` it assumes between saves that all ranks have seen equally many."""
+        ranks = 1 if self._feed.cursor.global_position else self._runtime.world_size
+        return self._progress.state(self._progress.own_total_samples * ranks)
 
     def resume(self, *, checkpoint: Any = None, warmup: Callable[[], Any] | None = None) -> ResumePlan:
         """Restore the newest good checkpoint of this run, else `checkpoint`, else start fresh. Every rank, once.
@@ -164,9 +163,10 @@ class CheckpointManager:
     def epochs(self, n: int) -> Iterator[int]:
         """Numbers of the epochs still to do, of `n` in all (counted from 0); none when the run has done them."""
         self._require_resume()
-        if self._kept_loader_state is None:
-            self._settle_streams()
+        if not self._feed.in_mid_epoch:
+            self._feed.settle()
         progress = self._progress
+        self._epochs = n
         while progress.epoch < n:
             epoch = progress.epoch
             yield epoch
@@ -184,20 +184,14 @@ class CheckpointManager:
             self._end_epoch()
         self._save_if_asked()
         mine = self._iteration = object()
-        index, in_all = self._progress.batches, self._cursor.batches_per_epoch
+        progress = self._progress
+        final, say = progress.epoch + 1 == self._epochs, self._runtime.rank == 0
         try:
-            iterator = self._begin_epoch()
-            batch = next(iterator, _END)
-            while batch is not _END:
-                samples = self._cursor.samples_in(batch, index)
-                index += 1
-                # A sampler may draw when it finds its end: before a save that will stand at the next epoch's start.
-                ahead = next(iterator, _END) if index == in_all else None
-                self._progress.hand_over(samples, last=ahead is _END)
+            for batch, samples, last in self._feed.begin(progress, self._seed, final=final, say=say):
+                progress.hand_over(samples, last=last)
                 yield batch
                 if self._iteration is not mine:
                     return
-                batch = next(iterator, _END) if ahead is None else ahead
         finally:
             if self._iteration is mine:
                 self._end_epoch()
@@ -218,7 +212,7 @@ class CheckpointManager:
         self._require_resume()
         self._metrics = check_metrics(metrics)
         self._progress.commit()
-        self._resumed_streams = None
+        self._feed.commit()
         signal = self._runtime.collect_signal()
         policy = self._save_policy
         if self._asked is None:
@@ -302,11 +296,14 @@ class CheckpointManager:
         if set(runtime.gather("resume: restored", document["id"])) != {document["id"]}:
             raise CorruptCheckpoint("ranks restored different checkpoints: is the storage shared by all nodes?")
         self._take_position(document, position, plan)
-        self._mend_schedules(position, plan)
-        self._prepare_streams(own, manifest.world_size, plan)
+        if self._replayed:
+            by = position.window if plan.schedule == "extend" else 0
+            schedule.outlive(self._objects.schedulers, extend_by=by, step=manifest.step, say=runtime.rank == 0)
+        self._keep_share_of_batch(RunShape(**document["shape"]), plan)
+        self._continue_feed(own, lambda rank: read_rank(store, manifest, rank), plan, position)
         if self._given_seed not in (None, self._seed):
             notes.append(f"seed {self._seed} of the checkpoint holds, not {self._given_seed}")
-        if self._cursor.loader is None:
+        if self._feed.cursor.loader is None:
             notes.append("no loader given: the data position is yours to keep")
         exact = plan.exact
         if isinstance(model, DistributedDataParallel) and runtime.world_size > 2 and manifest.step and warmup is None:
@@ -322,7 +319,7 @@ class CheckpointManager:
 
     def _agreed_plan(self, saved: dict[str, Any], position: Position) -> ResumePlan:
         """Each rank's data may have a shape of its own, but when one rank drops its position all do."""
-        now = asdict(self._cursor.shape(self._runtime.world_size, self._seed))
+        now = asdict(self._feed.cursor.shape(self._runtime.world_size, self._seed))
         plans = [
             plan_resume(RunShape(**before), RunShape(**after), self._elastic, position)
             for before, after in self._runtime.gather("resume: shapes", [saved, now])
@@ -331,7 +328,7 @@ class CheckpointManager:
 
     def _take_position(self, document: dict[str, Any], position: Position, plan: ResumePlan) -> None:
         trainer, dropped = document["trainer"], plan.cursor == "dropped"
-        counted_by_hand = plan.cursor == "start" and self._cursor.loader is None
+        counted_by_hand = plan.cursor == "start" and self._feed.cursor.loader is None
         kept = position if plan.cursor == "kept" or counted_by_hand else Position(epoch=position.epoch)
         self._progress = Progress(
             epoch=kept.epoch,
@@ -345,58 +342,34 @@ class CheckpointManager:
         self._generation = document["generation"] + 1
         self._replayed = document["replayed"] + (position.window if dropped else 0)
 
-    def _mend_schedules(self, position: Position, plan: ResumePlan) -> None:
-        """Once an epoch was restarted, the schedules get more steps than they were made for."""
-        dropped = plan.cursor == "dropped"
-        for scheduler in self._objects.schedulers if self._replayed else ():
-            if dropped and plan.schedule == "extend" and schedule.follows_steps(scheduler, self._progress.step):
-                schedule.extend(scheduler, position.window)
-            schedule.hold(scheduler, say=self._runtime.rank == 0)
-
-    def _prepare_streams(self, own: dict[str, Any], saved_world: int, plan: ResumePlan) -> None:
-        rank, generators = self._runtime.rank, self._cursor.generators
-        if rank >= saved_world or self._elastic.rng == "reseed":
-            rng.derive(self._seed, rank, self._generation)
-            rng.restore_generators(own["rng"], generators)
-            self._resumed_streams = rng.capture(generators)
+    def _continue_feed(
+        self, own: dict[str, Any], of_rank: Callable[[int], dict[str, Any]], plan: ResumePlan, position: Position
+    ) -> None:
+        rank = self._runtime.rank
+        if rank >= own["shape"]["world_size"] or self._elastic.rng == "reseed":
+            self._feed.derive_streams(own, self._seed, rank, self._generation)
         else:
-            rng.restore(own["rng"], generators)
-            self._resumed_streams = own["rng"]
+            self._feed.restore_streams(own)
         if plan.cursor == "kept":
             self._progress.batches = own["batches"]
-            self._kept_loader_state, self._epoch_streams = own["loader"], own["epoch_rng"]
+            self._feed.keep_position(own, of_rank, position)
 
-    def _settle_streams(self) -> None:
-        """Put the streams where the checkpoint had them, once, at the last moment before the loop draws from them."""
-        if self._resumed_streams is not None:
-            rng.restore(self._resumed_streams, self._cursor.generators)
-        self._resumed_streams = None
-
-    def _begin_epoch(self) -> Iterator[Any]:
-        progress, kept = self._progress, self._kept_loader_state
-        self._kept_loader_state = None
-        if kept is None:
-            self._settle_streams()
-        else:
-            # The iterator is made in the streams that the saved run made it in, because samplers draw their order
-            # then; only afterwards do the streams move on to where the save caught them.
-            assert self._epoch_streams is not None
-            rng.restore(self._epoch_streams, self._cursor.generators)
-        reordered = self._cursor.set_epoch(progress.epoch, progress.drops, self._seed)
-        if not reordered and progress.drops and self._runtime.rank == 0:
-            logger.warning(
-                "epoch %d restarts in the same order: its sampler has neither set_epoch() nor a generator",
-                progress.epoch,
-            )
-        if kept is None:
-            self._epoch_streams = rng.capture(self._cursor.generators)
-        iterator = self._cursor.iterate(kept, consumed=progress.batches, begun=progress.epoch > 0)
-        self._settle_streams()
-        return iterator
+    def _keep_share_of_batch(self, saved: RunShape, plan: ResumePlan) -> None:
+        """`ElasticPolicy(batch="per_rank")`: another global batch, and schedules that count its steps."""
+        if plan.global_batch is None or saved.global_batch is None:
+            return
+        self._feed.cursor.loader.global_batch_size = plan.global_batch
+        for scheduler in self._objects.schedulers:
+            if schedule.follows_steps(scheduler, self._progress.step):
+                schedule.rescale(scheduler, saved.global_batch / plan.global_batch)
+        for optimizer in self._objects.optimizers:
+            mine = [s for s in self._objects.schedulers if getattr(s, "optimizer", None) is optimizer]
+            schedule.scale_rates(optimizer, mine, plan.lr_factor)
 
     def _end_epoch(self) -> None:
-        self._iteration = self._epoch_streams = self._kept_loader_state = None
+        self._iteration = None
         self._progress.end_epoch()
+        self._feed.end(self._progress.epoch, self._seed)
 
     def _decide(self) -> int:
         """Rank 0, after a step: what all ranks do at the next one."""
@@ -413,18 +386,11 @@ class CheckpointManager:
         self._saved_at = time.monotonic()
         runtime, progress = self._runtime, self._progress
         within = progress.within_epoch
-        if within and not self._cursor.stateful and self._cursor.loader is not None:
+        if within and not self._feed.cursor.stateful and self._feed.cursor.loader is not None:
             self._refuse_or_warn()
 
         def make() -> Share:
-            # Between a resume and the first batch neither streams nor loader are where the run goes on from.
-            own = {
-                "rng": self._resumed_streams or rng.capture(self._cursor.generators),
-                "epoch_rng": self._epoch_streams if within else None,
-                "loader": (self._kept_loader_state or self._cursor.state()) if within else None,
-                "batches": progress.batches if within else 0,
-                "shape": asdict(self._cursor.shape(runtime.world_size, self._seed)),
-            }
+            own = self._feed.saved(progress, runtime.world_size, self._seed)
             return Share(collect(self._objects), own, rank=runtime.rank, world=runtime.world_size)
 
         def head(agreed: Agreed) -> dict[str, Any]:
@@ -432,9 +398,9 @@ class CheckpointManager:
             return {
                 "step": progress.step,
                 "epoch": trainer.epoch,
-                "position": asdict(progress.position(agreed.counts["epoch"])),
+                "position": asdict(self._feed.cursor.position(progress.position(agreed.counts["epoch"]))),
                 "trainer": asdict(replace(trainer, best_metric_value=self._best_with(agreed.metrics))),
-                "shape": asdict(self._cursor.shape(runtime.world_size, self._seed)),
+                "shape": asdict(self._feed.cursor.shape(runtime.world_size, self._seed)),
                 "generation": self._generation,
                 "drops": progress.drops if within else 0,
                 "replayed": self._replayed,
@@ -443,13 +409,16 @@ class CheckpointManager:
                 "warm_start": None,
             }
 
+        counts = {"epoch": progress.own_epoch_samples, "total": progress.own_total_samples}
+        if self._feed.cursor.global_position and runtime.rank:
+            counts = dict.fromkeys(counts, 0)  # every rank has counted the samples of all of them
         info, agreed = self._checked_saver.save(
             make,
             head,
             step=progress.step,
             epoch=progress.epoch + progress.at_last_batch,
             reason=reason,
-            counts={"epoch": progress.own_epoch_samples, "total": progress.own_total_samples},
+            counts=counts,
             metrics={**self._metrics, **metrics},
         )
         progress.best = self._best_with(agreed.metrics)
@@ -463,7 +432,7 @@ class CheckpointManager:
         return float(metrics[name])
 
     def _refuse_or_warn(self) -> None:
-        kind = type(self._cursor.loader).__name__
+        kind = type(self._feed.cursor.loader).__name__
         if self._elastic.cursor == "fail":
             raise DataChanged(
                 f"a save in mid-epoch cannot keep the position of a {kind} and ElasticPolicy(cursor='fail') forbids to "

@@ -295,6 +295,16 @@ def test_after_mending_ray_deletes_in_the_order_that_it_would_have(tmp_path):
     assert sorted(folder.glob("checkpoint_0*")) == [paths[2], newest]
 
 
+def test_a_nan_score_in_a_list_that_is_mended_does_not_kill_ray_either(tmp_path):
+    folder, config = tmp_path / "run", CheckpointConfig(checkpoint_score_attribute="score")
+    paths = checkpoints(folder, 3.0, math.nan, 2.0)
+    ray_hears_of(folder, paths, config)
+    shutil.rmtree(paths[0])
+    assert mend(folder, config) == paths[1:]
+    [newest] = checkpoints(folder, 1.0)
+    assert ray_hears_of(folder, [newest], config) == [paths[1], newest, paths[2]]
+
+
 def test_metrics_that_only_ray_knew_survive_the_mending(tmp_path):
     folder = tmp_path / "run"
     paths = checkpoints(folder, 1.0, 2.0)

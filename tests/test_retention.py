@@ -121,14 +121,15 @@ def test_foreign_folders_and_files_are_neither_counted_nor_deleted(tmp_path):
     assert all(verify_checkpoint(tmp_path / name) == [] for name in foreign)
 
 
-def test_a_checkpoint_of_a_newer_release_is_left_alone(tmp_path):
+@pytest.mark.parametrize("step", [0, 9])
+def test_a_checkpoint_of_another_release_is_left_alone(tmp_path, step):
     Job(tmp_path, steps=1).alone()
-    newer = copy_as(tmp_path / folders(tmp_path)[0], "checkpoint_00000009-0001-abcd")
-    document = json.loads((newer / ".complete").read_text())
-    (newer / ".complete").write_text(json.dumps({**document, "version": 99}))
+    other = copy_as(tmp_path / folders(tmp_path)[0], f"checkpoint_{step:08}-0001-abcd")
+    document = json.loads((other / ".complete").read_text())
+    (other / ".complete").write_text(json.dumps({**document, "version": 99}))
     story = Job(tmp_path, options=every_step(KeepPolicy(last=1))).alone()
-    assert story.plan.step == 1 and said(story.lines, "passed over checkpoint_00000009", "version 99") == 1
-    assert steps_kept(tmp_path) == [9, 20]
+    assert story.plan.step == 1 and said(story.lines, "passed over", "version 99") == (step == 9)
+    assert steps_kept(tmp_path) == [step, 20]
 
 
 def test_leftovers_of_killed_saves_go_once_a_newer_complete_one_exists(tmp_path):
@@ -164,6 +165,25 @@ def test_damaged_checkpoints_stay_where_they_are_during_the_run_that_passed_them
     assert story.plan.step == 2 and damaged.exists()
     assert steps_kept(tmp_path) == [4, 20]
     assert verify_checkpoint(damaged)[0].kind == "digest"
+
+
+def test_killed_in_the_middle_of_a_deletion_what_is_left_is_no_checkpoint_and_goes_later(tmp_path):
+    Job(tmp_path, steps=1).alone()
+    (old,) = folders(tmp_path)
+
+    def doomed(rank):
+        def remove(store):
+            (tmp_path / old / "state.json").unlink()
+            die()
+
+        LocalStore.remove = remove
+        Job(tmp_path, steps=1, options={"keep": KeepPolicy(last=1)})(rank)
+
+    assert try_ranks(1, doomed, group=False)[0].killed
+    assert steps_kept(tmp_path) == [1, 2] and newest_step(tmp_path) == 2
+    assert (tmp_path / old / "weights/model.safetensors").exists() and not (tmp_path / old / ".complete").exists()
+    Job(tmp_path, steps=1, options={"keep": KeepPolicy(last=3)}).alone()
+    assert steps_kept(tmp_path) == [2, 3]
 
 
 # Killed between file operations

@@ -388,6 +388,7 @@ def with_metrics(rank, folder):
             **({"only": 4} if rank == 1 else {}),
         }
     )  # fmt: skip
+    json.loads(Path(info.path, layout.MARKER).read_text(), parse_constant=pytest.fail)
     return info.metrics, open_checkpoint(info.path).metrics, manager.state.best_metric_value
 
 

@@ -105,7 +105,7 @@ class Tied(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
         self.register_buffer("nothing", torch.zeros(0, 3))
-        self.register_buffer("nothing_else", torch.zeros(0))
+        self.register_buffer("nothing_either", torch.zeros(0, 3))
         self.register_buffer("scale", torch.tensor(2.0))
 
     def forward(self, tokens):

@@ -93,7 +93,7 @@ def collect(objects: Objects) -> Snapshot:
             for i, optimizer in enumerate(objects.optimizers)
         ],
         "schedulers": [
-            {"class": type(scheduler).__name__, "state": encode(_scheduler_state(scheduler), f"scheduler.{i}", tensors)}
+            {"class": type(scheduler).__name__, "state": encode(scheduler.state_dict(), f"scheduler.{i}", tensors)}
             for i, scheduler in enumerate(objects.schedulers)
         ],
         "scaler": encode(_scaler_state(objects.scaler), "scaler", tensors),
@@ -177,11 +177,6 @@ def _identity(tensor: torch.Tensor, name: str) -> Any:
 def _scaler_state(scaler: Any) -> dict[str, Any] | None:
     """None for no scaler and for a disabled one, which is the same thing."""
     return (scaler.state_dict() or None) if scaler is not None else None
-
-
-def _scheduler_state(scheduler: Any) -> dict[str, Any]:
-    # torch takes every attribute of the instance, so also the `step` that a schedule held at its end carries.
-    return {key: value for key, value in scheduler.state_dict().items() if key != "step"}
 
 
 def _extra_state(value: Any) -> Any:

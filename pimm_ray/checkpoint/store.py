@@ -210,7 +210,6 @@ def open_store(source: Any, filesystem: pafs.FileSystem | None = None) -> Store:
                 raise StorageError(f"cannot open {path}: {error}") from error
         else:
             filesystem, path = pafs.LocalFileSystem(), str(Path(path).expanduser().absolute())
-    path = filesystem.normalize_path(path)  # listings give paths in this form
     base = filesystem
     while isinstance(base, pafs.SubTreeFileSystem):
         base = base.base_fs

@@ -30,6 +30,14 @@ def require_horizon(schedulers: Iterable[Any]) -> None:
             )
 
 
+def outlive(schedulers: Iterable[Any], *, extend_by: int, step: int, say: bool) -> None:
+    """Prepare schedules for more steps than they were made for, because an epoch of the run was restarted."""
+    for scheduler in schedulers:
+        if extend_by and follows_steps(scheduler, step):
+            extend(scheduler, extend_by)
+        hold(scheduler, say=say)
+
+
 def extend(scheduler: Any, steps: int) -> None:
     """Move the horizon of a schedule `steps` further. Only what is left of it is stretched, so that the learning rate
     goes on from where it is and ends where it was planned to; a schedule at its end stays there."""
@@ -77,6 +85,29 @@ def hold(scheduler: Any, *, say: bool) -> None:
 
     # A class of its own, not an attribute of the instance: those are part of a scheduler's state_dict.
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
+
+
+def rescale(scheduler: Any, ratio: float) -> None:
+    """Measure a schedule in other steps, `ratio` of them for one of before: the fraction of its way stays."""
+    for part in getattr(scheduler, "_schedulers", ()):
+        rescale(part, ratio)
+    if hasattr(scheduler, "_milestones"):
+        scheduler._milestones = [round(milestone * ratio) for milestone in scheduler._milestones]
+    if attribute := _HORIZON.get(type(scheduler)):
+        setattr(scheduler, attribute, max(1, round(getattr(scheduler, attribute) * ratio)))
+    for phase in getattr(scheduler, "_schedule_phases", ()):
+        phase["end_step"] = (phase["end_step"] + 1) * ratio - 1
+    scheduler.last_epoch = round(scheduler.last_epoch * ratio)
+
+
+def scale_rates(optimizer: Any, schedulers: Iterable[Any], factor: float) -> None:
+    """Multiply an optimizer's learning rates, and those that its schedules start from or aim at."""
+    for group in optimizer.param_groups:
+        for key in ("lr", "initial_lr", "max_lr", "min_lr"):
+            if key in group:
+                group[key] *= factor
+    for scheduler in schedulers:
+        scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
 
 
 def follows_steps(scheduler: Any, global_step: int) -> bool:

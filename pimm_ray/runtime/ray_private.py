@@ -142,6 +142,7 @@ def write_snapshot(run: Store, aside: str | None, metrics: Mapping[str, Mapping[
     by_age = list(entries.values())
     ranked = list(range(len(by_age)))
     if attribute := config.checkpoint_score_attribute:
+        _nan_for_null(by_age, attribute)
         sign = 1.0 if config.checkpoint_score_order == "max" else -1.0
         ranked.sort(key=lambda i: _score(by_age[i]["metrics"].get(attribute), sign))  # stable: the older one first
     document = {
@@ -172,12 +173,15 @@ def restore_lost_scores(run: Store, attribute: str) -> None:
         document = _read_snapshot(run)
     except FileNotFoundError:
         return
-    entries = [*document["checkpoint_results"], document.get("latest_checkpoint_result")]
+    if _nan_for_null([*document["checkpoint_results"], document.get("latest_checkpoint_result")], attribute):
+        run.publish(SNAPSHOT, json.dumps(document).encode())
+
+
+def _nan_for_null(entries: list[Any], attribute: str) -> bool:
     lost = [entry["metrics"] for entry in entries if entry and entry["metrics"].get(attribute, 0) is None]
     for metrics in lost:
         metrics[attribute] = float("nan")
-    if lost:
-        run.publish(SNAPSHOT, json.dumps(document).encode())
+    return bool(lost)
 
 
 def _read_snapshot(run: Store, name: str = SNAPSHOT) -> Any:
@@ -202,7 +206,7 @@ def _there(run: Store, entry: dict[str, Any]) -> bool:
 
 def _score(value: Any, sign: float) -> tuple[bool, float]:
     """Ray's own order: NaN is worst, then what has no score."""
-    number = sign * value if isinstance(value, int | float) else float("nan") if value is None else float("-inf")
+    number = sign * value if isinstance(value, int | float) else float("-inf")
     return (False, float("-inf")) if math.isnan(number) else (True, number)
 
 
