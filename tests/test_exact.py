@@ -19,6 +19,7 @@ from tests.jobs import (
     Training,
     adamw,
     assert_continues,
+    attempt,
     broken,
     by_epochs,
     next_draws,
@@ -35,6 +36,17 @@ def test_a_run_killed_in_mid_epoch_goes_on_as_its_twin(tmp_path, world, workers)
     job = Job(samples=20 * world, workers=workers)
     records = broken(tmp_path, job, Break(8), every=3, world=world)
     assert_continues(twin(job, world), records, at=6)
+
+
+def only_rank_1_is_killed(rank, folder, job, end):
+    return attempt(rank, folder, job, 3, end if rank == 1 else None, 1)
+
+
+def test_a_run_that_lost_one_of_its_ranks_goes_on_as_its_twin(tmp_path):
+    job = Job(samples=40)
+    other, killed = try_ranks(2, only_rank_1_is_killed, str(tmp_path), job, Break(8))
+    assert killed.killed and other.error, "the other one fails at its next collective call"
+    assert_continues(twin(job, 2), broken(tmp_path, job, world=2), at=6)
 
 
 @pytest.mark.parametrize("world", [3, 4])
