@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pimm_ray.elastic.loader import MicroBatches
 from pimm_ray.elastic.own_loader import LoaderCursor
 from pimm_ray.elastic.plan import Position, RunShape
 from pimm_ray.errors import WorldSizeError
@@ -33,6 +34,7 @@ class PositionLoader(Protocol):
     def shape(self) -> dict[str, Any]: ...
     def __iter__(self) -> Iterator[Any]: ...
     def set_epoch(self, epoch: int, *, final: bool = False, restarts: int = 0) -> None: ...
+    def follow(self, batches: Iterator[Any]) -> Iterator[Any]: ...
     def commit(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dicts(self, states: list[Any]) -> None: ...
@@ -50,18 +52,23 @@ def cursor_for(loader: Any) -> LoaderCursor:
             f"ray.train.torch.prepare_data_loader(...) around a {kind} would hide its position: use the {kind} itself, "
             "with device= to have batches moved"
         )
-    return PositionCursor(loader) if hasattr(loader, "load_state_dicts") else LoaderCursor(loader)
+    if hasattr(loader, "load_state_dicts"):
+        return PositionCursor(loader)
+    sampler = getattr(loader, "batch_sampler", None)
+    return PositionCursor(sampler.loader, made_by=loader) if isinstance(sampler, MicroBatches) else LoaderCursor(loader)
 
 
 class PositionCursor(LoaderCursor):
-    """Nothing of its position depends on the number of ranks, and making an iterator draws from none of the streams."""
+    """Nothing of its position depends on the number of ranks."""
 
     global_position = True
     loader: PositionLoader
 
-    def __init__(self, loader: PositionLoader):
+    def __init__(self, loader: PositionLoader, *, made_by: Any = None):
+        """`made_by`: the loader that makes the batches, when it is not `loader` itself."""
         super().__init__(loader)
         self.stateful = True
+        self._made_by = made_by
         loader.commits_by_itself = False
 
     def check(self, world_size: int) -> None:
@@ -72,11 +79,13 @@ class PositionCursor(LoaderCursor):
             )
 
     def shape(self, world_size: int, seed: int) -> RunShape:
-        return RunShape(world_size=world_size, loader_workers=self.loader.num_workers, **self.loader.shape)
+        workers = (self._made_by or self.loader).num_workers
+        return RunShape(world_size=world_size, loader_workers=workers, **self.loader.shape)
 
     @property
     def generators(self) -> dict[str, torch.Generator]:
-        return {}
+        own = getattr(self._made_by, "generator", None)
+        return {"loader": own} if isinstance(own, torch.Generator) else {}
 
     def position(self, counted: Position) -> Position:
         epoch, samples = self.loader.position
@@ -93,7 +102,7 @@ class PositionCursor(LoaderCursor):
         return self.loader.state_dict()
 
     def iterate(self, state: Any = None, *, consumed: int = 0, begun: bool = False) -> Iterator[Any]:
-        return iter(self.loader)
+        return iter(self.loader) if self._made_by is None else self.loader.follow(iter(self._made_by))
 
     def hand_out(self, iterator: Iterator[Any], start: int) -> Iterator[tuple[Any, int, bool]]:
         for batch in iterator:

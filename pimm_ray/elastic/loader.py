@@ -120,7 +120,7 @@ class ElasticLoader:
             dataset,
             # Not a cycle: a loader that is dropped ends its persistent workers at once, and not at some collection
             # of garbage, which then waits 5 seconds for each.
-            batch_sampler=_MicroBatches(weakref.proxy(self), **self._sampling),
+            batch_sampler=MicroBatches(weakref.proxy(self), **self._sampling),
             num_workers=num_workers,
             collate_fn=collate,
             generator=self._generator,
@@ -165,8 +165,12 @@ class ElasticLoader:
 
     @property
     def batch_sampler(self) -> Sampler[list[Any]]:
-        """Indices of this rank's micro-batches from the position on, for a loader of one's own."""
-        return _MicroBatches(self, **self._sampling)
+        """Indices of this rank's micro-batches from the position on, for a loader of one's own.
+
+        `CheckpointManager(loader=StatefulDataLoader(dataset, batch_sampler=elastic.batch_sampler))` keeps the position
+        of `elastic`, whose `weight`, `step_done` and so on hold for the batches at hand.
+        """
+        return MicroBatches(self, **self._sampling)
 
     @property
     def at_end(self) -> bool:
@@ -273,10 +277,13 @@ class ElasticLoader:
         self._handed = None
 
     def __iter__(self) -> Iterator[Any]:
+        self._generator.manual_seed(mix(self.seed, self._epoch, self._samples, self.rank) & (2**63 - 1))
+        return self.follow(self._moved(iter(self._loader)))
+
+    def follow(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Hand over the batches that another loader made of `batch_sampler`, keeping weights and position for them."""
         self._handed = None
         epoch, windows = self._epoch, self._windows()
-        self._generator.manual_seed(mix(self.seed, epoch, self._samples, self.rank) & (2**63 - 1))
-        batches = self._moved(iter(self._loader))
         for number in range(windows.count):
             first, size = windows.span(number)
             shares = self._shares(first, size)
@@ -376,17 +383,17 @@ class ElasticLoader:
         return int(total.item())
 
 
-class _MicroBatches(Sampler[list[Any]]):
+class MicroBatches(Sampler[list[Any]]):
     """This rank's micro-batches from the loader's position on. Iterating spends nothing: torch may do it twice."""
 
     def __init__(self, loader: ElasticLoader, *, keyed: bool, by_position: bool):
-        self._loader, self._keyed, self._by_position = loader, keyed, by_position
+        self.loader, self._keyed, self._by_position = loader, keyed, by_position
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.loader)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        loader, windows, epoch = self._loader, self._loader._windows(), self._loader._epoch
+        loader, windows, epoch = self.loader, self.loader._windows(), self.loader._epoch
         share = -(-loader.global_batch_size // loader.world_size)
         stride = max(1, _CHUNK // share)
         for start in range(0, windows.count, stride):
@@ -404,13 +411,13 @@ class _MicroBatches(Sampler[list[Any]]):
                 yield [(*key, epoch, first) for key in batch] if self._keyed else batch
 
     def _samples(self, epoch: int, positions: np.ndarray) -> list[Any]:
-        order, length = self._loader._order, self._loader.length
+        order, length = self.loader._order, self.loader.length
         ahead = positions >= length
         indices = np.empty_like(positions)
         for later in (False, True):
             part = ahead == later
             if part.any():
-                number = epoch + 1 if later else epoch + self._loader._restarts * RESTART_STRIDE
+                number = epoch + 1 if later else epoch + self.loader._restarts * RESTART_STRIDE
                 indices[part] = order.for_epoch(number)(positions[part] - length * later)
         if not self._keyed:
             return indices.tolist()
