@@ -317,6 +317,14 @@ def test_metrics_that_only_ray_knew_survive_the_mending(tmp_path):
     assert Result.from_path(str(folder)).best_checkpoints[0][1] == {"score": 2.0, "validated": 0.5}
 
 
+def test_checkpoints_in_a_format_of_the_users_stay_known_to_ray(tmp_path):
+    folder = tmp_path / "run"
+    paths = [path.rename(folder / f"mine_{i}") for i, path in enumerate(checkpoints(folder, 1.0, 2.0, 3.0))]
+    ray_hears_of(folder, paths)
+    shutil.rmtree(paths[0])
+    assert mend(folder) == paths[1:]
+
+
 def test_checkpoints_in_a_folder_without_a_list_are_made_known_to_ray(tmp_path):
     folder = tmp_path / "run"
     paths = checkpoints(folder, 1.0, 2.0)

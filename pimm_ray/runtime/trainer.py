@@ -206,12 +206,12 @@ def _mend_snapshot(run: Store, config: Any) -> None:
         for name, store in folders.items()
         if not verify_checkpoint(store, deep=False)
     }
-    listed = bool(metrics) and ray_private.write_snapshot(run, aside, metrics, config)
+    written = bool(metrics or aside) and ray_private.write_snapshot(run, aside, metrics, config)
     if reason is not None:
         logger.warning(
             "Ray's list of checkpoints in %s could not be used because %s; it was moved aside to %s%s",
             run.path,
             reason,
             aside,
-            f", and the {len(metrics)} complete checkpoint(s) were listed anew" if listed else "",
+            " and written anew from what is in the folder" if written else "",
         )
