@@ -122,6 +122,7 @@ def _say(runtime: Runtime, passed: list[str], *, ignored: Any) -> None:
     if runtime.rank:
         return
     if ignored is not None:
-        logger.info("the given checkpoint %s is not used: this run has newer ones of its own", ignored)
+        named = getattr(ignored, "path", ignored)
+        logger.info("the given checkpoint %s is not used: this run has one of its own", named)
     elif passed:
         logger.warning("found nothing usable among the %d checkpoint folders of %s", len(passed), runtime.store.path)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pimm_ray.checkpoint import layout
-from pimm_ray.checkpoint.find import CheckpointInfo, candidates, open_checkpoint
+from pimm_ray.checkpoint.find import CheckpointInfo, candidates, open_checkpoint, verify_checkpoint
 from pimm_ray.checkpoint.folder import Share, commit, prepare
 from pimm_ray.checkpoint.layout import CheckpointName, FileEntry, Manifest
 from pimm_ray.checkpoint.store import Store
@@ -46,14 +46,11 @@ class Saver:
         self._parent = choice.manifest.id if choice.manifest else None
         self.newest: CheckpointInfo | None = choice.info if choice.own else None
         self._unreported: list[tuple[CheckpointInfo, dict[str, Any]]] = []
-        self._reported_at = -math.inf
+        self._reported_at, self._started_at = -math.inf, time.monotonic()
         self._metrics_of: dict[str, Mapping[str, Any]] = {}
         self._ours: set[str] = set()
-        if (info := self.newest) and runtime.retains:
-            unknown = runtime.exchange("resume: compare with Ray", None, lambda _: info.name not in runtime.known())
-            if unknown:
-                self._unreported.append((info, dict(info.metrics)))
-                self.report({})
+        if self.newest and runtime.retains:
+            self._make_known(self.newest)
 
     def save(
         self,
@@ -169,7 +166,10 @@ class Saver:
         """Rank 0 asks: whether a report now would not wait for the one before, and there is something to say."""
         waited = time.monotonic() - self._reported_at
         spacing = self._runtime.report_spacing
-        return bool(spacing) and waited >= (spacing if self._unreported else max(spacing, _METRICS_SPACING))
+        if not self._unreported:
+            waited = min(waited, time.monotonic() - self._started_at)
+            return bool(spacing) and waited >= max(spacing, _METRICS_SPACING)
+        return bool(spacing) and waited >= spacing
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Tell of the oldest unreported checkpoint, else of metrics alone."""
@@ -185,6 +185,23 @@ class Saver:
         while self._unreported:
             self.report(metrics)
         self._runtime.settle()
+
+    def _make_known(self, newest: CheckpointInfo) -> None:
+        """Ray retains what it knows: tell it of complete checkpoints that an attempt before had no time to report."""
+        runtime = self._runtime
+
+        def unknown(_: Any) -> list[str]:
+            names = candidates(runtime.store)
+            held = runtime.known() | self._damaged
+            older = [name for name in reversed(names[names.index(newest.name) :]) if name not in held]
+            return [name for name in older if not verify_checkpoint(runtime.store.child(name), deep=False)]
+
+        for name in runtime.exchange("resume: compare with Ray", None, unknown):
+            info = open_checkpoint(runtime.store.child(name))
+            self._unreported.append((info, dict(info.metrics)))
+            self._ours.add(name)
+        if self._unreported:
+            self.report({})
 
     def _tidy(self, newest: CheckpointInfo, store: Store) -> None:
         """Delete what the policy does not keep. A failure here costs disk space, never a checkpoint."""
