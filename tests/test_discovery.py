@@ -218,7 +218,7 @@ def test_the_run_s_own_newest_beats_the_named_one_with_one_line(run, tmp_path):
     assert (fresh.plan.step, fresh.plan.source) == (5, str(only(run))) and fresh.plan.cursor == "kept"
     again = Job(own, steps=1, checkpoint=only(run)).alone()
     assert (again.plan.step, again.plan.source) == (7, folders(own)[0])
-    assert said(again.lines, f"{only(run)} is not used: this run has newer ones of its own") == 1
+    assert said(again.lines, f"{only(run)} is not used: this run has one of its own") == 1
     assert said(fresh.lines, "is not used") == 0
     unreadable = Job(own, steps=0, checkpoint=tmp_path / "typo").alone()
     assert unreadable.plan.step == 8
