@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -59,7 +58,7 @@ class Job:
     workers: int = 0
     loader: tuple[tuple[str, Any], ...] = ()
     schedule: Callable[..., Any] | None = one_cycle
-    policy: ElasticPolicy = ElasticPolicy()
+    policy: ElasticPolicy = field(default_factory=ElasticPolicy)
     loop: Callable[[Run], None] = train
     every: int | None = 2
 
