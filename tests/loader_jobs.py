@@ -58,7 +58,7 @@ class Job:
     workers: int = 0
     loader: tuple[tuple[str, Any], ...] = ()
     schedule: Callable[..., Any] | None = one_cycle
-    policy: ElasticPolicy = ElasticPolicy()
+    policy: ElasticPolicy = field(default_factory=ElasticPolicy)
     loop: Callable[[Run], None] = train
     every: int | None = 2
 

@@ -472,6 +472,17 @@ def test_more_ranks_than_samples_of_a_step_warn_once_and_work(caplog: pytest.Log
     assert not caplog.records
 
 
+def test_gradients_cross_the_network_with_the_last_micro_batch_of_a_window_only() -> None:
+    loader = ElasticLoader(Indices(14), 6, micro_batch_size=2, tail="even")
+    model = mock.MagicMock(spec=["no_sync"])
+    held = []
+    for _ in loader:
+        model.no_sync.reset_mock()
+        with loader.sync(model), loader.sync(torch.nn.Linear(1, 1)):
+            held.append(model.no_sync.called)
+    assert held == [True, True, False] * 2 + [False]
+
+
 # Losses over something else than samples
 
 
