@@ -475,10 +475,13 @@ class ElasticStream:
         ahead, more = next(items, None), 1
         while more:
             window: list[_Item] = []
-            while ahead is not None and len(window) < cuts:
+            left = shares.own
+            # Once a worker has run out, the cuts that come together need not be those of one share.
+            while ahead is not None and len(window) < cuts and ahead.real <= left:
                 window.append(ahead)
+                left -= ahead.real
                 ahead = next(items, None)
-            size, more = self._sum_over_ranks(sum(item.real for item in window), int(ahead is not None))
+            size, more = self._sum_over_ranks(shares.own - left, int(ahead is not None))
             samples += size
             if size:
                 window += [_NOTHING] * (cuts - len(window))
@@ -565,6 +568,12 @@ class _Shares:
 
     def cuts(self, size: int) -> int:
         return micro_batches(size, self.world, self.limit)
+
+    @property
+    def own(self) -> int:
+        """Samples of this rank in a whole step."""
+        low, high = near_equal(0, self.batch, self.rank, self.world)
+        return high - low
 
     def size(self, n: int) -> int | None:
         """Samples of micro-batch number n; None behind the epoch's end, when that is known."""
