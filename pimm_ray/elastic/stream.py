@@ -29,7 +29,7 @@ from pimm_ray.errors import DataChanged, StorageError
 logger = logging.getLogger(__name__)
 
 _KIND = "pimm_ray.stream"
-_OURS = ("batch_size", "batch_sampler", "sampler", "drop_last", "persistent_workers")
+_OURS = ("batch_size", "batch_sampler", "sampler", "drop_last")
 _SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
 _ROWS = 256  # turned into Python values at once
 _NO_END = -1
@@ -124,6 +124,7 @@ class ElasticStream:
         self._refuse(global_batch_size, micro_batch_size, tail, arguments)
         self.shards = _checked_shards(shards, open)
         self.lengths = _lengths(self.shards, length, files=open is None)
+        self._length = None if self.lengths is None else sum(self.lengths)
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.seed, self.tail, self.num_workers = seed, tail, num_workers
         if self.length is None and tail == "drop":
@@ -141,7 +142,13 @@ class ElasticStream:
         self.accumulate = micro_batches(global_batch_size, self.world_size, micro_batch_size)
         self.commits_by_itself = True
         self._order = make_order("shuffle" if shuffle else "sequential", length=len(self.shards), seed=seed, epoch=0)
-        self._names = hashlib.sha256(repr(_names(self.shards)).encode()).hexdigest()[:16]
+        self._identity = {
+            "order": f"stream-v1({self._order.id})",
+            "seed": seed,
+            "shards": [len(self.shards), _digest(_names(self.shards))],
+            "length": self.length,
+            "lengths": None if self.lengths is None else _digest(self.lengths),
+        }
         self._epoch, self._samples = 0, 0
         self._lanes: list[_Lane] | None = None
         self._left_out: list[Part] = []
@@ -170,8 +177,13 @@ class ElasticStream:
             if name in arguments:
                 raise TypeError(
                     f"ElasticStream({name}=) is not possible: it decides itself what makes a batch and who reads it. "
-                    "Use global_batch_size=, micro_batch_size= and tail=; leave persistent_workers out"
+                    "Use global_batch_size=, micro_batch_size= and tail="
                 )
+        if arguments.get("persistent_workers"):
+            raise ValueError(
+                "ElasticStream(persistent_workers=True) is not possible: workers start anew with the parts that each "
+                "epoch deals to them; leave it out"
+            )
         if arguments.get("in_order") is False:
             raise ValueError("ElasticStream(in_order=False) would lose the position: leave in_order at True")
         for name, value in (("global_batch_size", batch), ("micro_batch_size", micro)):
@@ -202,12 +214,12 @@ class ElasticStream:
     @property
     def order_id(self) -> str:
         """Which kind of order this is a position in."""
-        return f"stream-v1({self._order.id})"
+        return str(self._identity["order"])
 
     @property
     def length(self) -> int | None:
         """Samples of an epoch; None when unknown."""
-        return None if self.lengths is None else sum(self.lengths)
+        return self._length
 
     @property
     def position(self) -> tuple[int, int]:
@@ -255,11 +267,7 @@ class ElasticStream:
         begun = self._samples > 0 and self._lanes is not None
         return {
             "kind": _KIND,
-            "order": self.order_id,
-            "seed": self.seed,
-            "shards": [len(self.shards), self._names],
-            "length": self.length,
-            "lengths": self._lengths_digest,
+            **self._identity,
             "epoch": self._epoch,
             "samples": self._samples,
             "rank": self.rank,
@@ -301,15 +309,8 @@ class ElasticStream:
     def _refuse_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         if not states or any(state.get("kind") != _KIND for state in states):
             raise DataChanged("this is not the position of an ElasticStream: start the epoch anew, without it")
-        now = {
-            "order": self.order_id,
-            "seed": self.seed,
-            "shards": [len(self.shards), self._names],
-            "length": self.length,
-            "lengths": self._lengths_digest,
-        }
         words = {"shards": "list of shards (number and digest of names)", "length": "samples of all shards"}
-        for name, value in now.items():
+        for name, value in self._identity.items():
             for state in states:
                 if state[name] != value:
                     raise DataChanged(
@@ -417,10 +418,6 @@ class ElasticStream:
     def _shape(self) -> list[Any]:
         """Where this is the same, a rank goes on with the parts it had."""
         return [self.world_size, self._workers, self.global_batch_size, self.micro_batch_size, self.tail]
-
-    @property
-    def _lengths_digest(self) -> str | None:
-        return None if self.lengths is None else hashlib.sha256(repr(self.lengths).encode()).hexdigest()[:16]
 
     def _begin(self, epoch: int) -> None:
         self._epoch, self._samples, self._handed = epoch, 0, None
@@ -738,12 +735,17 @@ def _width(kind: Any) -> int:
 
 def _rows(batch: Any) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     def values(column: Any) -> list[Any]:
         kind = column.type
         listed = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
         if listed and (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)):
-            return [row.values.to_numpy(zero_copy_only=False).copy() if row.is_valid else None for row in column]
+            sizes = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
+            flat = column.flatten().to_numpy(zero_copy_only=False).copy()
+            rows = np.split(flat, np.cumsum(sizes)[:-1])
+            valid = column.is_valid().to_pylist() if column.null_count else itertools.repeat(True)
+            return [row if given else None for row, given in zip(rows, valid, strict=False)]
         return column.to_pylist()
 
     names = batch.schema.names
@@ -845,6 +847,10 @@ def _cut(parts: list[Part], ends: list[int], low: int, high: int) -> list[Part]:
             break
         cut.append((shard, start + max(0, low - first), min(stop, start + high - first)))
     return cut if low < high else []
+
+
+def _digest(values: list[Any]) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
 def _plain(parts: list[Part]) -> list[list[int]]:
