@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pimm_ray import errors
 from pimm_ray.checkpoint.find import CheckpointInfo, Problem, find_checkpoint, open_checkpoint, verify_checkpoint
+from pimm_ray.elastic.loader import ElasticLoader
 from pimm_ray.elastic.plan import ElasticPolicy, Position, ResumePlan, RunShape, plan_resume
 from pimm_ray.manager import CheckpointManager
 from pimm_ray.policy import KeepPolicy, SavePolicy
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointInfo",
     "CheckpointManager",
+    "ElasticLoader",
     "ElasticPolicy",
     "KeepPolicy",
     "Position",

@@ -17,7 +17,7 @@ from pimm_ray.checkpoint.find import CheckpointInfo
 from pimm_ray.checkpoint.folder import Share, read_document, read_rank, read_snapshot
 from pimm_ray.checkpoint.state import Objects, Snapshot, apply, collect, is_extra
 from pimm_ray.elastic import rng, schedule
-from pimm_ray.elastic.cursor import Cursor
+from pimm_ray.elastic.cursor import cursor_for
 from pimm_ray.elastic.plan import ElasticPolicy, Position, ResumePlan, RunShape, plan_resume
 from pimm_ray.errors import CorruptCheckpoint, DataChanged, PimmRayError
 from pimm_ray.policy import KeepPolicy, SavePolicy
@@ -42,8 +42,8 @@ class CheckpointManager:
         model: the module, plain or wrapped (DDP, torch.compile). Holds every parameter that is optimized.
         optimizer, scheduler: one, or a list of several.
         scaler: a `torch.amp.GradScaler`.
-        loader: what `batches()` iterates. A torchdata `StatefulDataLoader` resumes in mid-epoch; any other iterable
-            at an epoch's start.
+        loader: what `batches()` iterates. An `ElasticLoader` resumes in mid-epoch on any number of workers, a torchdata
+            `StatefulDataLoader` on the same number; any other iterable at an epoch's start.
         ema: averaged weights: a module (`torch.optim.swa_utils.AveragedModel`) or anything with state_dict().
         extra: more state by name: objects with state_dict() and load_state_dict(), or dicts and lists of plain data,
             which are restored in place.
@@ -99,7 +99,7 @@ class CheckpointManager:
             extra=dict(extra or {}),
         )
         self._save_policy, self._keep, self._elastic = save, keep, elastic
-        self._cursor = Cursor(loader)
+        self._cursor = cursor_for(loader)
         self._runtime = make_runtime(storage, timeout=save.timeout_seconds)
         if keep is not _DEFAULT_KEEP and self._runtime.retains and self._runtime.rank == 0:
             logger.warning(
@@ -113,8 +113,9 @@ class CheckpointManager:
         self._saver: Saver | None = None
         self._iteration: object | None = None
         self._kept_loader_state: Any = None
+        self._epochs: int | None = None
         self._epoch_streams: dict[str, Any] | None = None
-        self._restore_streams: Callable[[], None] = _nothing
+        self._resumed_streams: dict[str, Any] | None = None
         self._asked: tuple[str, Mapping[str, Any]] | None = None
         self._metrics: dict[str, Any] = {}
         self._saved_at = time.monotonic()
@@ -166,6 +167,7 @@ class CheckpointManager:
         if self._kept_loader_state is None:
             self._settle_streams()
         progress = self._progress
+        self._epochs = n
         while progress.epoch < n:
             epoch = progress.epoch
             yield epoch
@@ -183,12 +185,12 @@ class CheckpointManager:
             self._end_epoch()
         self._save_if_asked()
         mine = self._iteration = object()
-        index, in_all = self._progress.batches, self._cursor.batches_per_epoch
+        index = self._progress.batches
         try:
             for batch in self._begin_epoch():
                 samples = self._cursor.samples_in(batch, index)
                 index += 1
-                self._progress.hand_over(samples, last=index == in_all)
+                self._progress.hand_over(samples, last=self._cursor.is_last(index))
                 yield batch
                 if self._iteration is not mine:
                     return
@@ -212,6 +214,8 @@ class CheckpointManager:
         self._require_resume()
         self._metrics = check_metrics(metrics)
         self._progress.commit()
+        self._cursor.commit()
+        self._resumed_streams = None
         signal = self._runtime.collect_signal()
         policy = self._save_policy
         if self._asked is None:
@@ -284,8 +288,7 @@ class CheckpointManager:
         document, snapshot, own = runtime.each("resume: read", read)
         self._seed = document["seed"]
         position = Position(**document["position"])
-        now = self._cursor.shape(runtime.world_size, self._seed)
-        plan = plan_resume(RunShape(**document["shape"]), now, self._elastic, position)
+        plan = self._agreed_plan(own["shape"], position)
         if plan.schedule == "extend":
             schedule.require_horizon(self._objects.schedulers)
         if warmup is not None and manifest.step > 0:
@@ -297,7 +300,10 @@ class CheckpointManager:
             raise CorruptCheckpoint("ranks restored different checkpoints: is the storage shared by all nodes?")
         self._take_position(document, position, plan)
         self._mend_schedules(position, plan)
+        self._keep_share_of_batch(RunShape(**document["shape"]), plan)
         self._prepare_streams(own, manifest.world_size, plan)
+        if plan.cursor == "kept":
+            self._keep_position(own, lambda rank: read_rank(store, manifest, rank)["loader"], manifest.world_size)
         if self._given_seed not in (None, self._seed):
             notes.append(f"seed {self._seed} of the checkpoint holds, not {self._given_seed}")
         if self._cursor.loader is None:
@@ -313,6 +319,15 @@ class CheckpointManager:
             exact=exact,
             notes=(*plan.notes, *notes),
         )
+
+    def _agreed_plan(self, saved: dict[str, Any], position: Position) -> ResumePlan:
+        """Each rank's data may have a shape of its own, but when one rank drops its position all do."""
+        now = asdict(self._cursor.shape(self._runtime.world_size, self._seed))
+        plans = [
+            plan_resume(RunShape(**before), RunShape(**after), self._elastic, position)
+            for before, after in self._runtime.gather("resume: shapes", [saved, now])
+        ]
+        return next((plan for plan in plans if plan.reason), plans[0])
 
     def _take_position(self, document: dict[str, Any], position: Position, plan: ResumePlan) -> None:
         trainer, dropped = document["trainer"], plan.cursor == "dropped"
@@ -335,41 +350,56 @@ class CheckpointManager:
         for scheduler in self._objects.schedulers if self._replayed else ():
             if dropped and plan.schedule == "extend" and schedule.follows_steps(scheduler, self._progress.step):
                 schedule.extend(scheduler, position.window)
-            schedule.hold(scheduler, say=dropped and self._runtime.rank == 0)
+            schedule.hold(scheduler, say=self._runtime.rank == 0)
 
     def _prepare_streams(self, own: dict[str, Any], saved_world: int, plan: ResumePlan) -> None:
         rank, generators = self._runtime.rank, self._cursor.generators
-        derived = rank >= saved_world or self._elastic.rng == "reseed"
+        if rank >= saved_world or self._elastic.rng == "reseed":
+            rng.derive(self._seed, rank, self._generation)
+            rng.restore_generators(own["rng"], generators)
+            self._resumed_streams = rng.capture(generators)
+        else:
+            rng.restore(own["rng"], generators)
+            self._resumed_streams = own["rng"]
 
-        def put_back() -> None:
-            if derived:
-                rng.derive(self._seed, rank, self._generation)
-                rng.restore_generators(own["rng"], generators)
-            else:
-                rng.restore(own["rng"], generators)
-
-        if plan.cursor == "kept":
+    def _keep_position(self, own: dict[str, Any], loader_state: Callable[[int], Any], saved_world: int) -> None:
+        if self._cursor.global_position:
+            states = [loader_state(rank) for rank in range(saved_world)]
+            self._cursor.loader.load_state_dicts(states)
+            self._kept_loader_state = states if self._progress.window else None
+        else:
             self._progress.batches = own["batches"]
             self._kept_loader_state, self._epoch_streams = own["loader"], own["epoch_rng"]
-        self._restore_streams = put_back
-        put_back()
+
+    def _keep_share_of_batch(self, saved: RunShape, plan: ResumePlan) -> None:
+        """`ElasticPolicy(batch="per_rank")`: another global batch, and schedules that count its steps."""
+        if plan.global_batch is None or saved.global_batch is None:
+            return
+        self._cursor.loader.global_batch_size = plan.global_batch
+        for scheduler in self._objects.schedulers:
+            if schedule.follows_steps(scheduler, self._progress.step):
+                schedule.rescale(scheduler, saved.global_batch / plan.global_batch)
+        for optimizer in self._objects.optimizers:
+            mine = [s for s in self._objects.schedulers if getattr(s, "optimizer", None) is optimizer]
+            schedule.scale_rates(optimizer, mine, plan.lr_factor)
 
     def _settle_streams(self) -> None:
         """Put the streams where the checkpoint had them, once, at the last moment before the loop draws from them."""
-        self._restore_streams()
-        self._restore_streams = _nothing
+        if self._resumed_streams is not None:
+            rng.restore(self._resumed_streams, self._cursor.generators)
+        self._resumed_streams = None
 
     def _begin_epoch(self) -> Iterator[Any]:
         progress, kept = self._progress, self._kept_loader_state
         self._kept_loader_state = None
         if kept is None:
             self._settle_streams()
-        else:
+        elif self._epoch_streams is not None:
             # The iterator is made in the streams that the saved run made it in, because samplers draw their order
             # then; only afterwards do the streams move on to where the save caught them.
-            assert self._epoch_streams is not None
             rng.restore(self._epoch_streams, self._cursor.generators)
-        reordered = self._cursor.set_epoch(progress.epoch, progress.drops, self._seed)
+        final = progress.epoch + 1 == self._epochs
+        reordered = self._cursor.set_epoch(progress.epoch, progress.drops, self._seed, final=final)
         if not reordered and progress.drops and self._runtime.rank == 0:
             logger.warning(
                 "epoch %d restarts in the same order: its sampler has neither set_epoch() nor a generator",
@@ -384,6 +414,8 @@ class CheckpointManager:
     def _end_epoch(self) -> None:
         self._iteration = self._epoch_streams = self._kept_loader_state = None
         self._progress.end_epoch()
+        if self._cursor.global_position:
+            self._cursor.set_epoch(self._progress.epoch, 0, self._seed)
 
     def _decide(self) -> int:
         """Rank 0, after a step: what all ranks do at the next one."""
@@ -404,11 +436,13 @@ class CheckpointManager:
             self._refuse_or_warn()
 
         def make() -> Share:
+            # Between a resume and the first batch neither streams nor loader are where the run goes on from.
             own = {
-                "rng": rng.capture(self._cursor.generators),
+                "rng": self._resumed_streams or rng.capture(self._cursor.generators),
                 "epoch_rng": self._epoch_streams if within else None,
-                "loader": self._cursor.state() if within else None,
+                "loader": self._loader_state() if within or self._cursor.global_position else None,
                 "batches": progress.batches if within else 0,
+                "shape": asdict(self._cursor.shape(runtime.world_size, self._seed)),
             }
             return Share(collect(self._objects), own, rank=runtime.rank, world=runtime.world_size)
 
@@ -417,7 +451,7 @@ class CheckpointManager:
             return {
                 "step": progress.step,
                 "epoch": trainer.epoch,
-                "position": asdict(progress.position(agreed.counts["epoch"])),
+                "position": asdict(self._cursor.position(progress.position(agreed.counts["epoch"]))),
                 "trainer": asdict(replace(trainer, best_metric_value=self._best_with(agreed.metrics))),
                 "shape": asdict(self._cursor.shape(runtime.world_size, self._seed)),
                 "generation": self._generation,
@@ -440,6 +474,10 @@ class CheckpointManager:
         progress.best = self._best_with(agreed.metrics)
         progress.absorb(agreed.counts["epoch"], agreed.counts["total"])
         return info
+
+    def _loader_state(self) -> Any:
+        kept = None if self._cursor.global_position else self._kept_loader_state
+        return kept if kept is not None else self._cursor.state()
 
     def _best_with(self, metrics: Mapping[str, Any]) -> float | None:
         best, name = self._progress.best, self._keep.metric
@@ -464,7 +502,3 @@ class CheckpointManager:
 
 def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _nothing() -> None:
-    return None

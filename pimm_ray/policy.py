@@ -30,7 +30,10 @@ class SavePolicy:
     timeout_seconds: float = 1800.0
 
     def __post_init__(self) -> None:
-        _positive(self, "every_steps", "every_seconds", "timeout_seconds")
+        _positive(self, "every_steps")
+        _positive(self, "every_seconds", "timeout_seconds", whole=False)
+        if self.timeout_seconds is None:
+            raise ValueError("SavePolicy(timeout_seconds=None): ranks must not wait for each other for ever")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +41,14 @@ class KeepPolicy:
     """Which checkpoints of a run stay. The newest always does; nothing is deleted before its successor is complete.
 
     Args:
-        last: how many of the newest.
+        last: how many of the newest. None keeps all.
         best: how many of the best by `metric`, a key of `manager.save(metrics=...)`; NaN and missing rank last.
         metric: name of that metric.
         mode: whether a smaller ("min") or a larger ("max") value is better.
         every_steps: those whose step is a multiple of this stay for good.
     """
 
-    last: int = 3
+    last: int | None = 3
     best: int = 0
     metric: str | None = None
     mode: Literal["min", "max"] = "min"
@@ -55,8 +58,8 @@ class KeepPolicy:
         _positive(self, "last", "every_steps")
         if self.mode not in ("min", "max"):
             raise ValueError(f"KeepPolicy(mode={self.mode!r}): use 'min' or 'max'")
-        if self.best < 0:
-            raise ValueError(f"KeepPolicy(best={self.best}): use 0 or more")
+        if not isinstance(self.best, int) or self.best < 0:
+            raise ValueError(f"KeepPolicy(best={self.best!r}): use a whole number, 0 or more")
         if self.best and not self.metric:
             raise ValueError(f"KeepPolicy(best={self.best}) needs metric=: the name that manager.save(metrics=) uses")
 
@@ -80,8 +83,10 @@ class KeepPolicy:
         return names
 
 
-def _positive(policy: Any, *names: str) -> None:
+def _positive(policy: Any, *names: str, whole: bool = True) -> None:
     for name in names:
         value = getattr(policy, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
-            raise ValueError(f"{type(policy).__name__}({name}={value!r}): use a number above 0, or None")
+        fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+        if value is not None and not (fits and 0 < value < math.inf):
+            kind = "a whole number" if whole else "a number"
+            raise ValueError(f"{type(policy).__name__}({name}={value!r}): use {kind} above 0, or None")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from pimm_ray.checkpoint.find import CheckpointInfo, Problem, candidates, check_digests, check_sizes, open_manifest
@@ -26,7 +27,7 @@ class Choice:
     """Whether it is one of this run's, not a given one."""
     attempt: int = 1
     damaged: frozenset[str] = field(default_factory=frozenset)
-    """Names of this run's newer folders that were passed over."""
+    """Names of this run's newer folders that were passed over although their saves had finished. They stay."""
 
 
 def choose(runtime: Runtime, given: Any) -> Choice:
@@ -45,6 +46,7 @@ def choose(runtime: Runtime, given: Any) -> Choice:
 
     found = runtime.exchange("resume: list the run folder", None, listing)
     passed: list[str] = []
+    damaged: list[str] = []
     for name in found["names"]:
         store = runtime.store.child(name)
         problem = _problem(runtime, store)
@@ -52,47 +54,54 @@ def choose(runtime: Runtime, given: Any) -> Choice:
             info, manifest = _open(runtime, store)
             _say(runtime, passed, ignored=given)
             return Choice(
-                store=store, info=info, manifest=manifest, own=True, attempt=found["attempt"], damaged=frozenset(passed)
+                store=store,
+                info=info,
+                manifest=manifest,
+                own=True,
+                attempt=found["attempt"],
+                damaged=frozenset(damaged),
             )
         passed.append(name)
+        if problem.kind != "incomplete":
+            damaged.append(name)
         if runtime.rank == 0:
             logger.warning("passed over %s: %s", name, problem)
     if given is None:
         _say(runtime, passed, ignored=None)
-        return Choice(attempt=found["attempt"], damaged=frozenset(passed))
+        return Choice(attempt=found["attempt"], damaged=frozenset(damaged))
     store = open_store(given)
     info, manifest = _open(runtime, store)
     problem = _problem(runtime, store)
     if problem is not None:
-        raise CorruptCheckpoint(f"the checkpoint to resume from, {store.path}, is damaged: {problem}", file=problem)
+        raise CorruptCheckpoint(
+            f"the checkpoint to resume from, {store.path}, is damaged: {problem}. Use another",
+            file=problem.file,
+            expected=problem.expected,
+            found=problem.found,
+        )
     _say(runtime, passed, ignored=None)
-    return Choice(store=store, info=info, manifest=manifest, attempt=found["attempt"], damaged=frozenset(passed))
+    return Choice(store=store, info=info, manifest=manifest, attempt=found["attempt"], damaged=frozenset(damaged))
 
 
-def _problem(runtime: Runtime, store: Store) -> str | None:
+def _problem(runtime: Runtime, store: Store) -> Problem | None:
     """The first thing wrong with a candidate, found by all ranks together; the same answer on every rank."""
 
-    def shallow(_: Any) -> list[str]:
+    def first(check: Callable[[Manifest], list[Problem]]) -> list[Any] | None:
         try:
-            _, manifest = open_manifest(store)
-            return [str(problem) for problem in check_sizes(store, manifest)]
+            problems = check(open_manifest(store)[1])
         except (PimmRayError, OSError) as error:
-            return [str(error)]
+            problems = [Problem.of(error)]
+        return list(astuple(problems[0])) if problems else None
 
-    wrong = runtime.exchange(f"resume: look at {store.path}", None, shallow)
-    if wrong:
-        return str(wrong[0])
-
-    def share() -> list[str]:
-        try:
-            _, manifest = open_manifest(store)
-            problems: list[Problem] = check_digests(store, manifest, part=runtime.rank, parts=runtime.world_size)
-            return [str(problem) for problem in problems]
-        except (PimmRayError, OSError) as error:
-            return [f"rank {runtime.rank}: {error}"]
-
-    shares = runtime.gather(f"resume: verify {store.path}", share())
-    return next((problem for problems in shares for problem in problems), None)
+    found = runtime.exchange(
+        f"resume: look at {store.path}", None, lambda _: first(lambda manifest: check_sizes(store, manifest))
+    )
+    if found is None:
+        part, parts = runtime.rank, runtime.world_size
+        own = first(lambda manifest: check_digests(store, manifest, part=part, parts=parts))
+        shares = runtime.gather(f"resume: verify {store.path}", own)
+        found = next((share for share in shares if share), None)
+    return Problem(*found) if found else None
 
 
 def _open(runtime: Runtime, store: Store) -> tuple[CheckpointInfo, Manifest]:

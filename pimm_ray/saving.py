@@ -207,11 +207,15 @@ class Saver:
                 if name not in self._metrics_of:
                     self._metrics_of[name] = open_checkpoint(self._runtime.store.child(name)).metrics
             except IncompleteCheckpoint:
-                self._discard(self._runtime.store.child(name))
+                if _parsed(name) < _parsed(newest.name):  # a newer one may be the save of a run that took over
+                    self._discard(self._runtime.store.child(name))
                 continue
             except PimmRayError:
                 continue
             complete.append((name, _parsed(name).step, self._metrics_of[name]))
+        if self._keep.best and self._keep.score(newest.metrics) == -math.inf:
+            value = newest.metrics.get(str(self._keep.metric), "missing")
+            logger.info("%s ranks last among the best: its %s is %s", newest.name, self._keep.metric, value)
         kept = self._keep.kept(complete)
         for name, _, _ in complete:
             if name not in kept and name != newest.name:

@@ -4,6 +4,8 @@ import os
 import pytest
 import torch
 
+pytest.register_assert_rewrite("tests.jobs")
+
 # Forked ranks must not inherit a thread pool.
 torch.set_num_threads(1)
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch._dynamo  # An optimizer imports it, which takes a second: here once, not in every rank.
 import torch.distributed as dist
 
 _FORK = multiprocessing.get_context("fork")
@@ -30,7 +31,9 @@ class Outcome:
     killed: bool = False
 
 
-def run_ranks(world: int, program: Callable[..., Any], *args: Any, timeout: float = 90, group: bool = True) -> list[Any]:
+def run_ranks(
+    world: int, program: Callable[..., Any], *args: Any, timeout: float = 90, group: bool = True
+) -> list[Any]:
     """`program(rank, *args)` in `world` processes; their return values by rank. Any failure fails the test."""
     outcomes = try_ranks(world, program, *args, timeout=timeout, group=group)
     for rank, outcome in enumerate(outcomes):
@@ -66,8 +69,11 @@ def try_ranks(
                 except EOFError:
                     pass
     finally:
+        end = time.monotonic() + 5
         for process in processes:
-            process.join(5)
+            # Not join(5): it waits until the loader workers of a killed rank are gone too.
+            while process.is_alive() and time.monotonic() < end:
+                time.sleep(0.002)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -84,6 +90,8 @@ def _child(
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", LOCAL_RANK=str(rank))
+    # A loader's workers outlive a killed rank by seconds: the pipe must not stay open in them.
+    os.register_at_fork(after_in_child=pipe.close)
     try:
         if world > 1 or group:
             dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)

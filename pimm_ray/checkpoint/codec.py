@@ -14,7 +14,10 @@ import torch
 from pimm_ray.errors import CorruptCheckpoint, UnstorableState
 
 _TAG = "$"
-_MAX_DEPTH = 200
+_MAX_DEPTH = 80
+"""Each level costs up to 6 frames of Python's 1,000 on the way back; what is stored must be readable again."""
+_MAX_BITS = 4096
+"""Python refuses to print or parse decimal integers that are much longer; hexadecimal ones have no limit."""
 _ARRAY_KINDS = "biufcSUmM"
 
 
@@ -48,7 +51,8 @@ def tensor_reference(key: str) -> dict[str, str]:
 
 def _encode(value: Any, key: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
     if depth > _MAX_DEPTH:
-        raise UnstorableState(f"{key}: nested more than {_MAX_DEPTH} deep, or it contains itself", key=key)
+        top = key[:80]
+        raise UnstorableState(f"{top}...: nested more than {_MAX_DEPTH} deep, or it contains itself", key=top)
 
     def inner(item: Any, name: Any) -> Any:
         return _encode(item, f"{key}.{name}", tensors, depth + 1)
@@ -60,8 +64,10 @@ def _encode(value: Any, key: str, tensors: dict[str, torch.Tensor], depth: int) 
         return [[inner(k, "key"), inner(v, k)] for k, v in mapping.items()]
 
     kind = type(value)
-    if value is None or kind in (bool, int, str):
+    if value is None or kind in (bool, str):
         return value
+    if kind is int:
+        return value if value.bit_length() <= _MAX_BITS else _tagged("int", hex(value))
     if kind is float:
         return value if math.isfinite(value) else _tagged("float", str(value))
     if kind is list:
@@ -120,13 +126,15 @@ def _decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     stored = document["v"]
     if kind == "float":
         return float(stored)
+    if kind == "int":
+        return int(stored, 16)
     if kind == "bytes":
         return base64.b64decode(stored)
     if kind in ("array", "scalar"):
         dtype = np.dtype(stored_dtype := document["dtype"])
         if dtype.kind not in _ARRAY_KINDS:
             raise ValueError(f"dtype {stored_dtype!r}")
-        array = np.frombuffer(base64.b64decode(stored), dtype).reshape(document["shape"])
+        array: Any = np.ndarray(document["shape"], dtype, base64.b64decode(stored))
         return array[()] if kind == "scalar" else array.copy()
     value = _decode(stored, tensors)
     if kind in ("dict", "OrderedDict", "Counter"):

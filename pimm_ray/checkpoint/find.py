@@ -42,7 +42,8 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong with a checkpoint. `kind`: "missing", "size", "digest", "marker", "identity" or "unreadable"."""
+    """Something wrong with a checkpoint. `kind`: "incomplete" (its save never finished), "missing", "size", "digest",
+    "identity" (of another checkpoint), "marker" (not one we can use) or "unreadable"; then `found` tells more."""
 
     file: str
     kind: str
@@ -50,7 +51,19 @@ class Problem:
     found: object = None
 
     def __str__(self) -> str:
+        if self.expected is None:
+            return f"{self.file}: {self.kind}: {self.found}"
         return f"{self.file}: {self.kind}, expected {self.expected}, found {self.found}"
+
+    @staticmethod
+    def of(error: Exception) -> Problem:
+        """What an error at opening a checkpoint says of it."""
+        file = getattr(error, "file", None) or layout.MARKER
+        if getattr(error, "expected", None) is not None:
+            return Problem(file, "identity", error.expected, error.found)  # type: ignore[attr-defined]
+        if isinstance(error, IncompleteCheckpoint):
+            return Problem(file, "incomplete", None, str(error))
+        return Problem(file, "unreadable" if isinstance(error, StorageError) else "marker", None, str(error))
 
 
 def open_checkpoint(source: Any) -> CheckpointInfo:
@@ -115,8 +128,7 @@ def verify_checkpoint(source: Any, *, deep: bool = True) -> list[Problem]:
         if not problems:
             read_document(store, manifest.id)
     except (PimmRayError, OSError) as error:
-        kind = "unreadable" if isinstance(error, StorageError) else "marker"
-        return [Problem(getattr(error, "file", None) or layout.MARKER, kind, None, str(error))]
+        return [Problem.of(error)]
     return problems
 
 

@@ -163,7 +163,7 @@ def write_shard(
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor in row-major order; a view where the tensor is contiguous and on the CPU."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 

@@ -91,7 +91,7 @@ def collect(objects: Objects) -> Snapshot:
             for i, optimizer in enumerate(objects.optimizers)
         ],
         "schedulers": [
-            {"class": type(scheduler).__name__, "state": encode(scheduler.state_dict(), f"scheduler.{i}", tensors)}
+            {"class": type(scheduler).__name__, "state": encode(_scheduler_state(scheduler), f"scheduler.{i}", tensors)}
             for i, scheduler in enumerate(objects.schedulers)
         ],
         "scaler": encode(_scaler_state(objects.scaler), "scaler", tensors),
@@ -155,7 +155,10 @@ def is_extra(value: Any) -> bool:
 
 def _prefixes(module: nn.Module, full: str, bare: str) -> Iterator[tuple[str, str]]:
     yield full, bare
-    for name, child in module.named_children():
+    # Not named_children(): it leaves out the second name of a shared child, whose keys state_dict() has.
+    for name, child in module._modules.items():
+        if child is None:
+            continue
         wrapped = name == "_orig_mod" or (
             name == "module" and isinstance(module, DistributedDataParallel | DataParallel | AveragedModel)
         )
@@ -171,6 +174,11 @@ def _identity(tensor: torch.Tensor, name: str) -> Any:
 def _scaler_state(scaler: Any) -> dict[str, Any] | None:
     """None for no scaler and for a disabled one, which is the same thing."""
     return (scaler.state_dict() or None) if scaler is not None else None
+
+
+def _scheduler_state(scheduler: Any) -> dict[str, Any]:
+    # torch takes every attribute of the instance, so also the `step` that a schedule held at its end carries.
+    return {key: value for key, value in scheduler.state_dict().items() if key != "step"}
 
 
 def _extra_state(value: Any) -> Any:
@@ -205,17 +213,8 @@ def _collect_optimizer(
 ) -> dict[str, Any]:
     state, groups = {}, []
     for i, group in enumerate(optimizer.param_groups):
-        members = []
-        for j, parameter in enumerate(group["params"]):
-            name = names.get(id(parameter))
-            if name is None:
-                raise UnstorableState(
-                    f"{prefix}: parameter {j} of group {i} (shape {tuple(parameter.shape)}) is not in `model`, so it "
-                    "has no name; give the manager one module that holds every optimized parameter "
-                    "(torch.nn.ModuleDict joins several)",
-                    key=prefix,
-                )
-            members.append(name)
+        members = _member_names(group, f"{prefix}.group.{i}", names)
+        for name, parameter in zip(members, group["params"], strict=True):
             if optimizer.state.get(parameter):
                 state[name] = encode(dict(optimizer.state[parameter]), f"{prefix}.{name}", tensors)
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -229,6 +228,17 @@ def _collect_optimizer(
     }
 
 
+def _member_names(group: Mapping[str, Any], prefix: str, names: Mapping[int, str]) -> list[str]:
+    for i, parameter in enumerate(group["params"]):
+        if id(parameter) not in names:
+            raise UnstorableState(
+                f"{prefix}: parameter {i} (shape {tuple(parameter.shape)}) is not in `model`, so it has no name; give "
+                "the manager one module that holds every optimized parameter (torch.nn.ModuleDict joins several)",
+                key=prefix,
+            )
+    return [names[id(parameter)] for parameter in group["params"]]
+
+
 def _check(objects: Objects, snapshot: Snapshot) -> list[str]:
     document = snapshot.document
     missing: list[str] = []
@@ -240,6 +250,7 @@ def _check(objects: Objects, snapshot: Snapshot) -> list[str]:
     names = bare_names(objects.model)
     extra_state = document["model"]["extra_state"]
     wanted = {names[key]: value for key, value in objects.model.state_dict().items()}
+    owners: dict[Any, torch.Tensor] = {}
     for name, value in wanted.items():
         if not isinstance(value, torch.Tensor):
             if name not in extra_state:
@@ -248,8 +259,11 @@ def _check(objects: Objects, snapshot: Snapshot) -> list[str]:
         stored = snapshot.weights.get(aliases.get(name, name))
         if stored is None:
             missing.append(f"model.{name}")
-        elif (stored.shape, stored.dtype) != (value.shape, value.dtype):
-            shapes[f"model.{name}"] = (_describe(stored), _describe(value))
+            continue
+        _compare(f"model.{name}", stored, value, shapes)
+        first = owners.setdefault(_identity(value, name), stored)
+        if first is not stored and not torch.equal(first, stored):
+            shapes[f"model.{name}"] = ("a tensor of its own", "tied to another")
     held = {*snapshot.weights, *aliases, *extra_state}
     unexpected += [f"model.{name}" for name in sorted(held - wanted.keys())]
 
@@ -271,8 +285,15 @@ def _check(objects: Objects, snapshot: Snapshot) -> list[str]:
         now = set(bare_names(objects.ema).values())
         missing += [f"ema.{name}" for name in sorted(now - document["ema"].keys())]
         unexpected += [f"ema.{name}" for name in sorted(document["ema"].keys() - now)]
+        stored_ema = decode(document["ema"], snapshot.trainer)
+        for name, value in _ema_state(objects.ema).items():
+            _compare(f"ema.{name}", stored_ema.get(name), value, shapes)
     missing += [f"extra.{name}" for name in objects.extra if name not in document["extra"]]
-    for name in document["extra"].keys() - objects.extra.keys():
+    for name in sorted(document["extra"].keys() & objects.extra.keys()):
+        was, live = decode(document["extra"][name], snapshot.tensors), objects.extra[name]
+        if any(isinstance(live, plain) and not isinstance(was, plain) for plain in (dict, list)):
+            shapes[f"extra.{name}"] = (type(was).__name__, type(live).__name__)
+    for name in sorted(document["extra"].keys() - objects.extra.keys()):
         notes.append(f"extra.{name} of the checkpoint is not used: no such entry in extra= now")
     had, has = document["scaler"] is not None, _scaler_state(objects.scaler) is not None
     if has and not had:
@@ -300,6 +321,13 @@ def _check(objects: Objects, snapshot: Snapshot) -> list[str]:
     return notes
 
 
+def _compare(key: str, stored: Any, live: Any, shapes: dict[str, Any]) -> None:
+    if not isinstance(stored, torch.Tensor) or not isinstance(live, torch.Tensor):
+        return
+    if (stored.shape, stored.dtype) != (live.shape, live.dtype):
+        shapes[key] = (_describe(stored), _describe(live))
+
+
 def _match_groups(
     optimizer: torch.optim.Optimizer, index: int, saved: dict[str, Any], names: dict[int, str]
 ) -> list[int | None]:
@@ -308,7 +336,7 @@ def _match_groups(
     same_layout = len(optimizer.param_groups) == len(saved["groups"])
     matches: list[int | None] = []
     for i, group in enumerate(optimizer.param_groups):
-        members = [names.get(id(parameter), "?") for parameter in group["params"]]
+        members = _member_names(group, f"optimizer.{index}.group.{i}", names)
         homes = {home[name] for name in members if name in home}
         if len(homes) > 1:
             raise StateMismatch(

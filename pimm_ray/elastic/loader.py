@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
 from pimm_ray.elastic.order import make_order, mix
+from pimm_ray.elastic.plan import ELASTIC, RESTART_STRIDE
 from pimm_ray.elastic.sample_rng import SeededCollate, SeededDataset
 from pimm_ray.elastic.windows import Tail, Windows, micro_batches, near_equal
 from pimm_ray.errors import DataChanged
@@ -101,7 +102,7 @@ class ElasticLoader:
         self._order = make_order(
             order, length=len(dataset), seed=seed, epoch=0, weights=weights, block=block, group=group
         )
-        self._epoch, self._samples, self._final = 0, 0, False
+        self._epoch, self._samples, self._restarts, self._final = 0, 0, 0, False
         self._handed: tuple[int, int] | None = None
         self.commits_by_itself = True
         self._count, self._counts, self._total = count, list[int](), 0
@@ -195,15 +196,33 @@ class ElasticLoader:
         last = self._cuts(windows.span(windows.count - 1)[1])
         return (windows.count - 1) * self._cuts(self.global_batch_size) + last
 
-    def set_epoch(self, epoch: int, *, final: bool = False) -> None:
-        """Go to an epoch's first sample, unless the position is in that epoch already. `final`: the run's last one."""
-        if epoch != self._epoch:
-            self._epoch, self._samples = epoch, 0
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What a position depends on, in the words of `RunShape`."""
+        return {
+            "global_batch": self.global_batch_size,
+            "micro_batch": self.micro_batch_size,
+            "dataset_size": self.length,
+            "order_id": f"{ELASTIC}{self.order_id}/{self.tail}",
+            "seed": self.seed,
+        }
+
+    def set_epoch(self, epoch: int, *, final: bool = False, restarts: int = 0) -> None:
+        """Go to an epoch's first sample, unless the position is in that epoch already.
+
+        Args:
+            final: it is the run's last one: `tail="carry"` then ends as "even".
+            restarts: how often the epoch was begun anew; each time it has another order.
+        """
+        if (epoch, restarts) != (self._epoch, self._restarts):
+            self._epoch, self._samples, self._restarts = epoch, 0, restarts
         self._final, self._handed = final, None
 
     def commit(self) -> None:
         """The windows handed over so far are used up: the position moves behind them. Every rank calls it."""
         if self._handed is not None:
+            if self._handed[0] != self._epoch:
+                self._restarts = 0
             (self._epoch, self._samples), self._handed = self._handed, None
 
     def state_dict(self) -> dict[str, Any]:
@@ -215,7 +234,12 @@ class ElasticLoader:
             "length": self.length,
             "epoch": self._epoch,
             "samples": self._samples,
+            "restarts": self._restarts,
         }
+
+    def load_state_dicts(self, states: list[Mapping[str, Any]]) -> None:
+        """As `load_state_dict`, from the states of all ranks that saved, which are the same."""
+        self.load_state_dict(states[0])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a stored position.
@@ -231,7 +255,8 @@ class ElasticLoader:
                     f"the stored position belongs to another order ({name} was {state[name]!r}, now {now!r}): restore "
                     f"the {name}, or start the epoch anew"
                 )
-        self._epoch, self._samples, self._handed = state["epoch"], state["samples"], None
+        self._epoch, self._samples, self._restarts = state["epoch"], state["samples"], state["restarts"]
+        self._handed = None
 
     def __iter__(self) -> Iterator[Any]:
         self._handed = None
@@ -367,7 +392,8 @@ class _MicroBatches(Sampler[list[Any]]):
         for later in (False, True):
             part = ahead == later
             if part.any():
-                indices[part] = order.for_epoch(epoch + later)(positions[part] - length * later)
+                number = epoch + 1 if later else epoch + self._loader._restarts * RESTART_STRIDE
+                indices[part] = order.for_epoch(number)(positions[part] - length * later)
         if not self._keyed:
             return indices.tolist()
         streams = positions % length if self._by_position else indices

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
+from pimm_ray.elastic.windows import micro_batches
 from pimm_ray.errors import DataChanged, WorldSizeError
+
+ELASTIC = "elastic:"
+"""How the `order_id` of a loader begins whose position serves any number of ranks."""
 
 RESTART_STRIDE = 2**20
 """What a restarted epoch adds to the number that its sampler sees, for each restart."""
@@ -15,8 +19,9 @@ RESTART_STRIDE = 2**20
 class RunShape:
     """What a data position depends on. Sizes in samples; None where a loader cannot say.
 
-    `global_batch` is the samples of one micro-batch over all ranks, `micro_batch` those of one rank. `order_id` says
-    which loader and sampler give the order; None when the loader cannot tell or restore its position.
+    `global_batch` is the samples over all ranks of one step of an `ElasticLoader`, and of one micro-batch of another
+    loader; `micro_batch` those of one rank. `order_id` says which loader and sampler give the order; None when the
+    loader cannot tell or restore its position.
     """
 
     world_size: int
@@ -45,17 +50,32 @@ class ElasticPolicy:
     Args:
         cursor: "auto" keeps the data position where that is exact and drops it otherwise; "drop" always restarts the
             epoch; "fail" raises instead of dropping.
+        batch: of an `ElasticLoader`, when the number of workers changes: "global" keeps the global batch; "per_rank"
+            keeps each rank's share, so that a step has more or fewer samples, and moves the schedule to the same
+            fraction of its horizon.
+        lr_scale: with batch="per_rank", what the learning rate does: "none", or follow the global batch "linear" or by
+            its "sqrt".
         rng: "restore" continues each rank's random streams (new ranks get derived ones); "reseed" derives all anew.
         schedule: after a dropped position, replayed steps run past a scheduler's horizon: "hold" keeps its last
             learning rate, "extend" moves the horizon.
     """
 
     cursor: Literal["auto", "drop", "fail"] = "auto"
+    batch: Literal["global", "per_rank"] = "global"
+    lr_scale: Literal["none", "linear", "sqrt"] = "none"
     rng: Literal["restore", "reseed"] = "restore"
     schedule: Literal["hold", "extend"] = "hold"
 
     def __post_init__(self) -> None:
-        allowed = {"cursor": ("auto", "drop", "fail"), "rng": ("restore", "reseed"), "schedule": ("hold", "extend")}
+        allowed = {
+            "cursor": ("auto", "drop", "fail"),
+            "batch": ("global", "per_rank"),
+            "lr_scale": ("none", "linear", "sqrt"),
+            "rng": ("restore", "reseed"),
+            "schedule": ("hold", "extend"),
+        }
+        if self.lr_scale != "none" and self.batch != "per_rank":
+            raise ValueError(f"ElasticPolicy(lr_scale={self.lr_scale!r}) needs batch='per_rank': else no batch changes")
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"ElasticPolicy({name}={getattr(self, name)!r}): use one of {', '.join(values)}")
@@ -64,7 +84,8 @@ class ElasticPolicy:
 @dataclass(frozen=True, kw_only=True)
 class ResumePlan:
     """What a resume did. `cursor`: "start" (an epoch's first batch), "kept" or "dropped"; `samples_repeated` are the
-    samples over all ranks that come a second time; `exact`: whether the run is now the one that was never interrupted.
+    samples over all ranks that come a second time; `global_batch` in samples, when it had to change, and `lr_factor`
+    what the learning rate was multiplied by; `exact`: whether the run is now the one that was never interrupted.
     """
 
     source: str = "fresh"
@@ -75,6 +96,8 @@ class ResumePlan:
     samples_repeated: int = 0
     rng: str = "untouched"
     accumulate: int | None = None
+    global_batch: int | None = None
+    lr_factor: float = 1.0
     schedule: str = "kept"
     exact: bool = False
     notes: tuple[str, ...] = ()
@@ -89,8 +112,10 @@ class ResumePlan:
         parts += [f"rng={self.rng}", f"schedule={self.schedule}", f"exact={'yes' if self.exact else 'no'}"]
         if self.accumulate is not None:
             parts.append(f"accumulate={self.accumulate}")
+        if self.global_batch is not None:
+            parts.append(f"global_batch={self.global_batch} lr_factor={self.lr_factor:g}")
         parts += [f'note="{note}"' for note in self.notes]
-        return " ".join(parts)
+        return " ".join(" ".join(parts).splitlines())
 
 
 def plan_resume(saved: RunShape, now: RunShape, policy: ElasticPolicy, position: Position) -> ResumePlan:
@@ -111,19 +136,26 @@ def plan_resume(saved: RunShape, now: RunShape, policy: ElasticPolicy, position:
         ...             Position(epoch=1, samples=80, window=10)).cursor
         'dropped'
     """
-    changes = _changes(saved, now)
-    batch_note: tuple[str, ...] = ()
-    if saved.global_batch != now.global_batch and None not in (saved.global_batch, now.global_batch):
-        batch_note = (
-            f"global batch {saved.global_batch} -> {now.global_batch} samples (batch size x workers): set the batch "
-            "size or accumulation so that it stays, or scale the learning rate",
-        )
+    elastic = all((shape.order_id or "").startswith(ELASTIC) for shape in (saved, now))
+    changes = _changes(saved, now, _ELASTIC_WORDS if elastic else _WORDS)
     reason = "; ".join(changes)
+    global_batch, lr_factor, notes = None, 1.0, list[str]()
+    if elastic and policy.batch == "per_rank" and saved.world_size != now.world_size and saved.global_batch:
+        global_batch = max(1, round(saved.global_batch * now.world_size / saved.world_size))
+        lr_factor = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[policy.lr_scale]
+        lr_factor = (global_batch / saved.global_batch) ** lr_factor
+        notes.append(f"global batch {saved.global_batch} -> {global_batch} (batch='per_rank')")
+    elif saved.global_batch != now.global_batch and None not in (saved.global_batch, now.global_batch):
+        notes.append(
+            f"global batch {saved.global_batch} -> {now.global_batch} samples"
+            + ("" if elastic else " (batch size x workers)")
+            + ": set the batch size or accumulation so that it stays, or scale the learning rate"
+        )
     cursor: Literal["start", "kept", "dropped"]
     if position.samples == 0:
         cursor = "start"
     elif policy.cursor == "drop":
-        cursor, reason = "dropped", 'ElasticPolicy(cursor="drop")'
+        cursor, reason = "dropped", "; ".join([*changes, "ElasticPolicy(cursor='drop')"])
     elif changes or now.order_id is None or saved.order_id is None:
         cursor = "dropped"
         reason = reason or "the loader cannot restore its position within an epoch"
@@ -149,21 +181,32 @@ def plan_resume(saved: RunShape, now: RunShape, policy: ElasticPolicy, position:
         samples_repeated=position.samples if cursor == "dropped" else 0,
         rng=rng,
         schedule=policy.schedule if cursor == "dropped" else "kept",
-        exact=not changes and cursor != "dropped" and policy.rng == "restore",
-        notes=batch_note,
+        accumulate=_accumulate(global_batch or now.global_batch, now) if elastic else None,
+        global_batch=global_batch,
+        lr_factor=lr_factor,
+        exact=not _changes(saved, now, _WORDS) and cursor != "dropped" and policy.rng == "restore",
+        notes=tuple(notes),
     )
 
 
-def _changes(saved: RunShape, now: RunShape) -> list[str]:
-    words = {
-        "world_size": "workers",
-        "loader_workers": "loader workers",
-        "micro_batch": "batch size",
-        "dataset_size": "dataset length",
-        "order_id": "order",
-    }
+_ELASTIC_WORDS = {"dataset_size": "dataset length", "order_id": "order", "seed": "seed"}
+_WORDS = {
+    "world_size": "workers",
+    "loader_workers": "loader workers",
+    "micro_batch": "batch size",
+    "dataset_size": "dataset length",
+    "order_id": "order",
+}
+
+
+def _accumulate(batch: int | None, now: RunShape) -> int | None:
+    """Micro-batches of a step on each rank."""
+    return None if batch is None else micro_batches(batch, now.world_size, now.micro_batch)
+
+
+def _changes(saved: RunShape, now: RunShape, words: dict[str, str]) -> list[str]:
     return [
-        f"{words[field.name]} {before} -> {after}"
-        for field in fields(RunShape)
-        if field.name in words and (before := getattr(saved, field.name)) != (after := getattr(now, field.name))
+        f"{word} {before} -> {after}"
+        for name, word in words.items()
+        if (before := getattr(saved, name)) != (after := getattr(now, name))
     ]

@@ -31,14 +31,25 @@ def require_horizon(schedulers: Iterable[Any]) -> None:
 
 
 def extend(scheduler: Any, steps: int) -> None:
-    """Move the horizon of a schedule `steps` further."""
+    """Move the horizon of a schedule `steps` further. Only what is left of it is stretched, so that the learning rate
+    goes on from where it is and ends where it was planned to; a schedule at its end stays there."""
     scheduler = _last_part(scheduler)
     attribute = _HORIZON[type(scheduler)]
-    before = getattr(scheduler, attribute)
+    before, now = getattr(scheduler, attribute), scheduler.last_epoch
+    if now >= before - isinstance(scheduler, lr_scheduler.OneCycleLR):
+        return
     setattr(scheduler, attribute, before + steps)
     if isinstance(scheduler, lr_scheduler.OneCycleLR):
-        for phase in scheduler._schedule_phases:
-            phase["end_step"] = (phase["end_step"] + 1) * (before + steps) / before - 1
+        *_, turn, last = scheduler._schedule_phases
+        start, end = turn["end_step"], last["end_step"]
+        last["end_step"] = end + steps
+        if now > start:
+            done = (now - start) / (end - start)
+            turn["end_step"] = now - (end + steps - now) * done / (1 - done)
+    elif isinstance(scheduler, lr_scheduler.LinearLR):
+        factor = scheduler.start_factor + (scheduler.end_factor - scheduler.start_factor) * now / before
+        slope = (scheduler.end_factor - factor) / (before + steps - now)
+        scheduler.start_factor = factor - slope * now
 
 
 def hold(scheduler: Any, *, say: bool) -> None:
@@ -66,6 +77,29 @@ def hold(scheduler: Any, *, say: bool) -> None:
 
     # A class of its own, not an attribute of the instance: those are part of a scheduler's state_dict.
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
+
+
+def rescale(scheduler: Any, ratio: float) -> None:
+    """Measure a schedule in other steps, `ratio` of them for one of before: the fraction of its way stays."""
+    for part in getattr(scheduler, "_schedulers", ()):
+        rescale(part, ratio)
+    if hasattr(scheduler, "_milestones"):
+        scheduler._milestones = [round(milestone * ratio) for milestone in scheduler._milestones]
+    if attribute := _HORIZON.get(type(scheduler)):
+        setattr(scheduler, attribute, max(1, round(getattr(scheduler, attribute) * ratio)))
+    for phase in getattr(scheduler, "_schedule_phases", ()):
+        phase["end_step"] = (phase["end_step"] + 1) * ratio - 1
+    scheduler.last_epoch = round(scheduler.last_epoch * ratio)
+
+
+def scale_rates(optimizer: Any, schedulers: Iterable[Any], factor: float) -> None:
+    """Multiply an optimizer's learning rates, and those that its schedules start from or aim at."""
+    for group in optimizer.param_groups:
+        for key in ("lr", "initial_lr", "max_lr", "min_lr"):
+            if key in group:
+                group[key] *= factor
+    for scheduler in schedulers:
+        scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
 
 
 def follows_steps(scheduler: Any, global_step: int) -> bool:

@@ -1,0 +1,37 @@
+"""One process saves `Objects` as several ranks would, and reads the folder back."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pimm_ray.checkpoint.folder import Share, prepare, read_document, read_rank, read_snapshot
+from pimm_ray.checkpoint.layout import Manifest
+from pimm_ray.checkpoint.state import Objects, Snapshot, collect
+from pimm_ray.checkpoint.store import open_store
+
+_ID = "0123456789abcdef"
+
+
+def through_disk(objects: Objects, folder: Path, *, world: int = 2) -> Snapshot:
+    """The state of `objects` as a later process finds it: no tensor of it is a live one."""
+    return write_and_read(objects, folder, world=world)[0]
+
+
+def write_and_read(
+    objects: Objects, folder: Path, *, world: int = 1, own: dict[str, Any] | None = None
+) -> tuple[Snapshot, Any]:
+    """Also what rank 0 stored of its own."""
+    shutil.rmtree(folder, ignore_errors=True)
+    store, entries, snapshot = open_store(folder), [], collect(objects)
+    prepare(store)
+    for rank in range(world):
+        share = Share(snapshot, own or {}, rank=rank, world=world)
+        entries += share.write(store, _ID)
+        if rank == 0:
+            entries += share.write_state(store, _ID, {})
+    manifest = Manifest(
+        id=_ID, parent=None, step=0, epoch=0, attempt=1, world_size=world, created=0.0, reason="", files=tuple(entries)
+    )
+    return read_snapshot(store, manifest, read_document(store, _ID)), read_rank(store, manifest, 0)
