@@ -122,16 +122,19 @@ class Leg:
                 stream.load_state_dicts(json.loads(json.dumps(states)))
             self.states[rank].append(stream.state_dict())
             window: list[Any] = []
+            standing = None
             for batch in stream:
                 window.append((batch.tolist() if stream.real else [], stream.real, stream.weight, stream.accumulate))
-                assert stream.state_dict() == self.states[rank][-1], "handing over is not using up"
+                standing = standing or stream.state_dict()
+                assert stream.state_dict() == standing, "handing over is not using up"
                 if stream.step_done:
                     self.ends[rank] = stream.at_end
                     if steps is not None and len(self.windows[rank]) == steps:
                         break  # killed between optimizer.step() and commit()
                     stream.commit()
                     self.windows[rank].append(window)
-                    self.states[rank].append(stream.state_dict())
+                    standing = stream.state_dict()
+                    self.states[rank].append(standing)
                     window = []
         except BaseException as error:
             self._errors.append(error)
@@ -176,6 +179,14 @@ def check(leg: Leg, world: int, batch: int, micro: int | None, known: bool) -> N
         assert all(size == batch for size in sizes[:-1])
 
 
+def moved(states: list[Any], world: int, settings: Any) -> list[Any]:
+    """The states that another number of ranks saves between its resume and its first batch."""
+    streams = [make(rank, world, Exchange(1), **settings) for rank in range(world)]
+    for stream in streams:
+        stream.load_state_dicts(states)
+    return [stream.state_dict() for stream in streams]
+
+
 RUNS = {
     "lengths": st.lists(st.integers(0, 14), min_size=1, max_size=7).filter(any),
     "batch": st.integers(1, 9),
@@ -213,6 +224,8 @@ def test_each_sample_comes_once_whatever_the_worlds_workers_and_lost_steps(
             if ended:
                 assert all(leg.ends)
                 break
+            if luck.random() < 0.3:
+                states = moved(states, luck.randint(1, 4), settings)  # saved again before its first batch
             assert not last, "the epoch did not end"
             assert (states[0]["epoch"], states[0]["samples"]) == (epoch, seen.total())
         assert max(seen.values()) == 1
@@ -561,6 +574,36 @@ def test_nulls_and_empty_files_pass(tmp_path: Path) -> None:
 # What changed
 
 
+def test_a_restarted_epoch_has_another_order_and_so_has_the_resume_of_it() -> None:
+    def order(stream: Any) -> list[int]:
+        return [sample // 1000 for batch in stream for sample in batch.tolist()]
+
+    def restarted() -> ElasticStream:
+        stream = ElasticStream(shards_of([2] * 20), 2, open=numbers, length=size_of)
+        stream.set_epoch(0, restarts=1)
+        return stream
+
+    stream = restarted()
+    assert order(restarted()) != order(ElasticStream(shards_of([2] * 20), 2, open=numbers, length=size_of))
+    stream.commits_by_itself = False
+    for _ in itertools.islice(stream, 3):
+        stream.commit()
+    resumed = ElasticStream(shards_of([2] * 20), 2, open=numbers, length=size_of)
+    resumed.load_state_dicts([stream.state_dict()])
+    resumed.set_epoch(0, restarts=1)
+    assert order(resumed) == order(restarted())[6:]
+    assert resumed.position == (1, 0)
+    assert resumed.state_dict()["restarts"] == 0
+
+
+def test_another_global_batch_may_be_set_between_a_resume_and_the_first_batch() -> None:
+    states = states_of(2)
+    stream = other()
+    stream.load_state_dicts(states)
+    stream.global_batch_size = 6
+    assert [len(batch) for batch in stream] == [6, 6, 6, 1]
+
+
 def states_of(world: int, steps: int = 2, **settings: Any) -> list[Any]:
     leg = Leg(world, None, steps, **{"lengths": [9, 9, 9], "known": True, "global_batch_size": 4, **settings})
     return [rank[steps] for rank in leg.states]
@@ -600,6 +643,8 @@ def test_parts_that_are_not_one_whole_are_refused() -> None:
         other().load_state_dicts([*states[:2], states_of(3, steps=3)[2]])
     with pytest.raises(DataChanged, match="two hold sample"):
         other().load_state_dicts([*states[:2], {**states[2], "lanes": states[1]["lanes"]}])
+    with pytest.raises(DataChanged, match="contradict each other \\(restarts"):
+        other().load_state_dicts([*states[:2], {**states[2], "restarts": 1}])
     with pytest.raises(DataChanged, match="do not add up"):
         other().load_state_dicts([*states[:2], {**states[2], "lanes": [[2, []]]}])
 

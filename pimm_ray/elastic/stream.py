@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 
 from pimm_ray.elastic.loader import _to_device
 from pimm_ray.elastic.order import make_order, mix
+from pimm_ray.elastic.plan import ELASTIC, RESTART_STRIDE
 from pimm_ray.elastic.windows import Windows, micro_batches, near_equal
 from pimm_ray.errors import DataChanged, StorageError
 
@@ -142,16 +143,16 @@ class ElasticStream:
         self.accumulate = micro_batches(global_batch_size, self.world_size, micro_batch_size)
         self.commits_by_itself = True
         self._order = make_order("shuffle" if shuffle else "sequential", length=len(self.shards), seed=seed, epoch=0)
-        self._identity = {
+        self._identity: dict[str, Any] = {
             "order": f"stream-v1({self._order.id})",
             "seed": seed,
             "shards": [len(self.shards), _digest(_names(self.shards))],
             "length": self.length,
             "lengths": None if self.lengths is None else _digest(self.lengths),
         }
-        self._epoch, self._samples = 0, 0
+        self._epoch = self._samples = self._restarts = 0
         self._lanes: list[_Lane] | None = None
-        self._left_out: list[Part] = []
+        self._undealt: list[Part] = []
         self._dealt_at = self._turn = 0
         self._handed: tuple[int, int, list[tuple[int, int, int]], int] | None = None
         self._count, self._counts, self._total = count, list[int](), 0
@@ -213,8 +214,9 @@ class ElasticStream:
 
     @property
     def order_id(self) -> str:
-        """Which kind of order this is a position in."""
-        return str(self._identity["order"])
+        """Algorithm of the order, and which data it is an order of."""
+        shards, lengths = self._identity["shards"], self._identity["lengths"]
+        return f"{self._identity['order']}/{'-'.join(map(str, shards))}/{lengths}"
 
     @property
     def length(self) -> int | None:
@@ -244,10 +246,26 @@ class ElasticStream:
         whole = micro_batches(self.global_batch_size, self.world_size, self.micro_batch_size)
         return (windows.count - 1) * whole + last
 
-    def set_epoch(self, epoch: int, *, final: bool = False) -> None:
-        """Go to an epoch's start, unless the position is in that epoch already. `final` has no meaning here."""
-        if epoch != self._epoch:
-            self._begin(epoch)
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What a position depends on, in the words of `RunShape`."""
+        return {
+            "global_batch": self.global_batch_size,
+            "micro_batch": self.micro_batch_size,
+            "dataset_size": self.length,
+            "order_id": f"{ELASTIC}{self.order_id}/{self.tail}",
+            "seed": self.seed,
+        }
+
+    def set_epoch(self, epoch: int, *, final: bool = False, restarts: int = 0) -> None:
+        """Go to an epoch's start, unless the position is in that epoch already.
+
+        Args:
+            final: has no meaning here.
+            restarts: how often the epoch was begun anew; each time its shards have another order.
+        """
+        if (epoch, restarts) != (self._epoch, self._restarts):
+            self._begin(epoch, restarts)
         self._handed = None
 
     def commit(self) -> None:
@@ -264,18 +282,19 @@ class ElasticStream:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the position: what is left of the shards that it reads. Another one on every rank."""
-        begun = self._samples > 0 and self._lanes is not None
+        lanes = self._lanes if self._samples and self._lanes else []
         return {
             "kind": _KIND,
             **self._identity,
             "epoch": self._epoch,
             "samples": self._samples,
+            "restarts": self._restarts,
             "rank": self.rank,
-            "shape": self._shape,
-            "dealt_at": self._dealt_at if begun else 0,
-            "turn": self._turn if begun else 0,
-            "lanes": [[lane.made, _plain(lane.rest)] for lane in self._lanes or ()] if begun else [],
-            "left_out": _plain(self._left_out) if begun and self.rank == 0 else [],
+            "topology": self._topology,
+            "dealt_at": self._dealt_at if lanes else 0,
+            "turn": self._turn if lanes else 0,
+            "lanes": [[lane.made, _plain(lane.rest)] for lane in lanes],
+            "undealt": _plain(self._undealt) if self._samples and self.rank == 0 else [],
         }
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -290,20 +309,20 @@ class ElasticStream:
         parts = sorted(states, key=lambda state: state.get("rank", -1))
         self._refuse_states(parts)
         first = parts[0]
-        self._begin(first["epoch"])
+        self._begin(first["epoch"], first["restarts"])
         if not first["samples"]:
             return
         left = [part for state in parts for _, lane in state["lanes"] for part in lane]
-        left = self._merged([(*part,) for part in itertools.chain(left, *(state["left_out"] for state in parts))])
-        self._samples = first["samples"]
-        if self.length is not None and self._samples + sum(stop - start for _, start, stop in left) != self.length:
+        left = self._merged([(*part,) for part in itertools.chain(left, *(state["undealt"] for state in parts))])
+        if self.length is not None and first["samples"] + sum(stop - start for _, start, stop in left) != self.length:
             raise DataChanged("the ranks' parts of the position do not add up to an epoch: start the epoch anew")
-        if first["shape"] != self._shape:
-            self._deal(left)
+        self._samples = first["samples"]
+        if first["topology"] != self._topology or not first["lanes"]:
+            self._undealt = left
             return
         mine = parts[self.rank]
         self._dealt_at, self._turn = mine["dealt_at"], mine["turn"]
-        self._left_out = [(*part,) for part in mine["left_out"]]
+        self._undealt = [(*part,) for part in mine["undealt"]]
         self._lanes = [_Lane([(*part,) for part in lane], made) for made, lane in mine["lanes"]]
 
     def _refuse_states(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -317,13 +336,13 @@ class ElasticStream:
                         f"the stored position belongs to other data ({words.get(name, name)} was {state[name]!r}, now "
                         f"{value!r}): restore the {name}, or start the epoch anew"
                     )
-        for name in ("epoch", "samples", "shape", "dealt_at"):
+        for name in ("epoch", "samples", "restarts", "topology", "dealt_at"):
             if any(state[name] != states[0][name] for state in states):
                 raise DataChanged(
                     f"the ranks' parts of the position contradict each other ({name}: "
                     f"{[state[name] for state in states]}): give those of one checkpoint, or start the epoch anew"
                 )
-        ranks, world = [state["rank"] for state in states], states[0]["shape"][0]
+        ranks, world = [state["rank"] for state in states], states[0]["topology"][0]
         if ranks != list(range(world)):
             raise DataChanged(
                 f"the position is not whole: {world} ranks saved parts of it and those of ranks {ranks} are here: give "
@@ -350,8 +369,7 @@ class ElasticStream:
     def __iter__(self) -> Iterator[Any]:
         self._handed = None
         if self._lanes is None:
-            ends = [_NO_END] * len(self.shards) if self.lengths is None else self.lengths
-            self._deal([(shard, 0, ends[shard]) for shard in self._order_of_shards() if ends[shard]])
+            self._deal()
         lanes = self._lanes = [_Lane(lane.rest, lane.made) for lane in self._lanes or ()]
         shares, turn = self._shares(), self._turn
         # torch asks its workers in turn, from the first on: the first one gets the lane whose turn it is.
@@ -415,16 +433,17 @@ class ElasticStream:
         return max(1, self.num_workers)
 
     @property
-    def _shape(self) -> list[Any]:
+    def _topology(self) -> list[Any]:
         """Where this is the same, a rank goes on with the parts it had."""
         return [self.world_size, self._workers, self.global_batch_size, self.micro_batch_size, self.tail]
 
-    def _begin(self, epoch: int) -> None:
-        self._epoch, self._samples, self._handed = epoch, 0, None
-        self._lanes, self._left_out, self._dealt_at, self._turn = None, [], 0, 0
+    def _begin(self, epoch: int, restarts: int = 0) -> None:
+        self._epoch, self._restarts, self._samples, self._handed = epoch, restarts, 0, None
+        self._lanes, self._undealt, self._dealt_at, self._turn = None, [], 0, 0
 
     def _order_of_shards(self) -> list[int]:
-        return self._order.for_epoch(self._epoch)(np.arange(len(self.shards))).tolist()
+        order = self._order.for_epoch(self._epoch + self._restarts * RESTART_STRIDE)
+        return order(np.arange(len(self.shards))).tolist()
 
     def _windows(self, *, start: int) -> Windows:
         if self.length is None:
@@ -441,21 +460,25 @@ class ElasticStream:
             windows=None if self.lengths is None else self._windows(start=self._dealt_at),
         )
 
-    def _deal(self, left: list[Part]) -> None:
+    def _deal(self) -> None:
         """Share out what is left of the epoch: every rank computes the same deal and keeps its part."""
+        left = self._undealt
+        if not self._samples:
+            ends = [_NO_END] * len(self.shards) if self.lengths is None else self.lengths
+            left = [(shard, 0, ends[shard]) for shard in self._order_of_shards() if ends[shard]]
         self._dealt_at, self._turn, workers = self._samples, 0, self._workers
         shares = self._shares()
         if shares.windows is None:
             # A rank whose share of a step is empty would never use its shards up.
             ranks = min(self.world_size, self.global_batch_size)
             mine = left[self.rank :: ranks] if self.rank < ranks else []
-            self._lanes = [_Lane(mine[worker::workers]) for worker in range(workers)]
+            self._lanes, self._undealt = [_Lane(mine[worker::workers]) for worker in range(workers)], []
             return
-        ends = list(itertools.accumulate(stop - start for _, start, stop in left))
+        sums = list(itertools.accumulate(stop - start for _, start, stop in left))
         bounds = list(itertools.accumulate(shares.quotas(), initial=shares.before()))
-        self._lanes = [_Lane(_cut(left, ends, low, high)) for low, high in itertools.pairwise(bounds)]
-        used = min(ends[-1], shares.windows.count * self.global_batch_size)
-        self._left_out = _cut(left, ends, used, ends[-1]) if self.rank == 0 else []
+        self._lanes = [_Lane(_cut(left, sums, low, high)) for low, high in itertools.pairwise(bounds)]
+        used = min(sums[-1], shares.windows.count * self.global_batch_size)
+        self._undealt = _cut(left, sums, used, sums[-1])
 
     def _planned(self, items: Iterator[_Item], shares: _Shares) -> Iterator[_Window]:
         """Windows, when lengths are known: their items, how many, samples over all ranks, the position after them."""
@@ -837,12 +860,12 @@ def _rows_in(path: Any) -> int:
         raise StorageError(f"shard {path!r} cannot be read ({error}): mend it or leave it out") from error
 
 
-def _cut(parts: list[Part], ends: list[int], low: int, high: int) -> list[Part]:
-    """Samples [low, high) of the parts laid end to end; `ends` are their running sums."""
+def _cut(parts: list[Part], sums: list[int], low: int, high: int) -> list[Part]:
+    """Samples [low, high) of the parts laid end to end; `sums` are their running sums."""
     cut = []
-    for number in range(bisect.bisect_right(ends, low), len(parts)):
+    for number in range(bisect.bisect_right(sums, low), len(parts)):
         shard, start, stop = parts[number]
-        first = ends[number] - (stop - start)
+        first = sums[number] - (stop - start)
         if first >= high:
             break
         cut.append((shard, start + max(0, low - first), min(stop, start + high - first)))
