@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 import pimm_ray.elastic.stream as module
+from pimm_ray import CheckpointManager, SavePolicy, find_checkpoint
 from pimm_ray.elastic.stream import ElasticStream
 from pimm_ray.errors import DataChanged, StorageError
 from tests.ranks import die, run_ranks, try_ranks
@@ -428,6 +429,51 @@ def test_killed_ranks_with_two_loader_workers_each_lose_and_repeat_nothing(tmp_p
                 seen += Counter(json.loads(path.read_text()))
         saved = last
     assert seen == whole
+
+
+def managed(rank: int, folder: Path, known: bool, dies_at: int | None) -> tuple[Any, ...]:
+    """Two epochs under the manager, each step noted; killed in mid-window after step `dies_at`."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    stream = ElasticStream(
+        shards_of([23, 9, 14, 2, 17]), 8, micro_batch_size=2, open=numbers, length=size_of if known else None,
+        num_workers=2, seed=3,
+    )  # fmt: skip
+    manager = CheckpointManager(
+        model=model, optimizer=optimizer, loader=stream, storage=folder / "run", save=SavePolicy(every_steps=4)
+    )
+    plan = manager.resume()
+    step, used = plan.step, []
+    for epoch in manager.epochs(2):
+        for batch in manager.batches():
+            used += batch.tolist() if stream.real else []
+            (model(batch[:, None].float()).mean() * stream.weight * 1e-6).backward()
+            if stream.step_done:
+                optimizer.step()
+                dist.all_reduce(torch.ones(1))
+                if step == dies_at:
+                    die()
+                step += 1
+                (folder / f"used-{epoch}-{step}-{rank}.json").write_text(json.dumps(used))
+                used = []
+                manager.step()
+    manager.finish()
+    return plan.step, plan.cursor, manager.state.samples_seen, manager.state.epoch
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_under_the_manager_two_epochs_on_changing_ranks_use_each_sample_twice(tmp_path: Path, known: bool) -> None:
+    seen: Counter[int] = Counter()
+    for world, dies_at in [(3, 6), (2, 13), (1, None)]:
+        outcomes = try_ranks(world, managed, tmp_path, known, dies_at)
+        assert [outcome.killed for outcome in outcomes] == [dies_at is not None] * world
+        last = 10**6 if dies_at is None else find_checkpoint(tmp_path / "run").step
+        for path in tmp_path.glob("used-*.json"):
+            if int(path.name.split("-")[2]) <= last:
+                seen += Counter(json.loads(path.read_text()))
+            path.unlink()
+    assert outcomes[0].value == (12, "kept", 130, 2), outcomes[0].error
+    assert seen == Counter({sample: 2 for sample in all_of([23, 9, 14, 2, 17])})
 
 
 def gradients(rank: int) -> dict[str, float]:
