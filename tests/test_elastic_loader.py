@@ -180,8 +180,10 @@ def test_the_batch_sampler_gives_the_same_each_time_it_is_asked() -> None:
     """torch asks twice when it has workers: an offset that is spent by being asked for would be gone."""
     loader = ElasticLoader(Indices(40), 4, order="sequential")
     loader.load_state_dict({**loader.state_dict(), "samples": 12})
-    assert list(loader.batch_sampler) == list(loader.batch_sampler)
-    assert next(iter(loader.batch_sampler)) == [12, 13, 14, 15]
+    sampler = loader.batch_sampler
+    asked = iter(sampler)
+    assert list(sampler) == list(sampler) == list(asked)
+    assert next(iter(sampler)) == [12, 13, 14, 15] and len(sampler) == 7
 
 
 # The position
