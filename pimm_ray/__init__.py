@@ -8,6 +8,7 @@ from pimm_ray import errors
 from pimm_ray.checkpoint.find import CheckpointInfo, Problem, find_checkpoint, open_checkpoint, verify_checkpoint
 from pimm_ray.elastic.loader import ElasticLoader
 from pimm_ray.elastic.plan import ElasticPolicy, Position, ResumePlan, RunShape, plan_resume
+from pimm_ray.elastic.stream import ElasticStream
 from pimm_ray.manager import CheckpointManager
 from pimm_ray.policy import KeepPolicy, SavePolicy
 from pimm_ray.progress import TrainState
@@ -20,6 +21,7 @@ __all__ = [
     "CheckpointManager",
     "ElasticLoader",
     "ElasticPolicy",
+    "ElasticStream",
     "KeepPolicy",
     "Position",
     "Problem",

@@ -23,8 +23,8 @@ DOORS = {("weights", "checkpoint"), ("runtime", "checkpoint"), ("observe", "chec
 """Which room may look into which other one."""
 PURE = ["checkpoint/layout.py", "elastic/plan.py", "elastic/windows.py", "elastic/order.py", "policy.py", "progress.py"]
 PUBLIC = [
-    "CheckpointInfo", "CheckpointManager", "ElasticLoader", "ElasticPolicy", "KeepPolicy", "Position", "Problem",
-    "ResumePlan", "RunShape", "SavePolicy", "TorchTrainer", "TrainState", "errors", "find_checkpoint",
+    "CheckpointInfo", "CheckpointManager", "ElasticLoader", "ElasticPolicy", "ElasticStream", "KeepPolicy", "Position",
+    "Problem", "ResumePlan", "RunShape", "SavePolicy", "TorchTrainer", "TrainState", "errors", "find_checkpoint",
     "open_checkpoint",
     "plan_resume", "verify_checkpoint",
 ]  # fmt: skip

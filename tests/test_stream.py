@@ -22,9 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
-import pimm_ray.elastic.stream as module
+import pimm_ray.elastic.stream_parts as module
 from pimm_ray import CheckpointManager, SavePolicy, find_checkpoint
+from pimm_ray.elastic import stream_files
 from pimm_ray.elastic.stream import ElasticStream
+from pimm_ray.elastic.stream_files import Files, lengths_of
 from pimm_ray.errors import DataChanged, StorageError
 from tests.ranks import die, run_ranks, try_ranks
 
@@ -558,8 +560,8 @@ def write(path: Path, table: pa.Table) -> None:
 @pytest.mark.parametrize("offset", [0, 1, 499, 500, 3750, 3999, 4000])
 def test_a_file_is_read_from_any_offset(tmp_path: Path, table: pa.Table, name: str, offset: int) -> None:
     write(tmp_path / name, table)
-    rows = list(module._Files(None)(tmp_path / name, offset))
-    assert module._rows_in(tmp_path / name) == 4000
+    rows = list(Files(None)(tmp_path / name, offset))
+    assert lengths_of([tmp_path / name], None, files=True) == [4000]
     assert [row["y"] for row in rows] == list(range(offset, 4000))
     for row in rows[::97]:
         number = row["y"]
@@ -589,8 +591,8 @@ def test_what_lies_before_the_offset_is_not_read(tmp_path: Path, table: pa.Table
     write(tmp_path / name, table)
     counting = Counting(tmp_path / name)
     files = SimpleNamespace(open_input_file=lambda place: pa.PythonFile(counting, "r"))
-    monkeypatch.setattr(module, "_filesystem", lambda path: (files, str(path)))
-    assert next(module._Files(None)(tmp_path / name, 3600))["y"] == 3600
+    monkeypatch.setattr(stream_files, "_filesystem", lambda path: (files, str(path)))
+    assert next(Files(None)(tmp_path / name, 3600))["y"] == 3600
     assert counting.read_bytes < (tmp_path / name).stat().st_size / 5
 
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
 from pimm_ray.elastic.order import make_order, mix
 from pimm_ray.elastic.plan import ELASTIC, RESTART_STRIDE
 from pimm_ray.elastic.sample_rng import SeededCollate, SeededDataset
-from pimm_ray.elastic.windows import Tail, Windows, micro_batches, near_equal
+from pimm_ray.elastic.windowed import WindowedLoader, to_device
+from pimm_ray.elastic.windows import Tail, Windows, near_equal
 from pimm_ray.errors import DataChanged
 
 logger = logging.getLogger(__name__)
@@ -28,7 +26,7 @@ _KIND = "pimm_ray.elastic"
 _OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "generator")
 
 
-class ElasticLoader:
+class ElasticLoader(WindowedLoader):
     """Micro-batches of a map-style data set, exactly once an epoch for any number of ranks and interruptions.
 
     A step takes `global_batch_size` samples of the epoch's order; each rank takes a contiguous near-equal share of them
@@ -94,12 +92,15 @@ class ElasticLoader:
         **arguments: Any,
     ):
         self._refuse(dataset, global_batch_size, micro_batch_size, tail, arguments)
-        self.dataset, self.global_batch_size, self.micro_batch_size = dataset, global_batch_size, micro_batch_size
-        self.seed, self.tail, self.num_workers = seed, tail, num_workers
-        joined = dist.is_available() and dist.is_initialized()
-        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-        self.weight, self.real, self.step_done, self.step_samples = 0.0, 0, False, 0
-        self.accumulate = micro_batches(global_batch_size, self.world_size, micro_batch_size)
+        super().__init__(
+            global_batch_size,
+            micro_batch_size,
+            seed=seed,
+            num_workers=num_workers,
+            count=count,
+            device=device,
+        )
+        self.dataset, self.tail = dataset, tail
         if weights is not None and len(weights) != len(dataset):
             raise ValueError(f"weights= has {len(weights)} entries for {len(dataset)} samples: give one a sample")
         self._order = make_order(
@@ -107,12 +108,7 @@ class ElasticLoader:
         )
         self._epoch, self._samples, self._restarts, self._final = 0, 0, 0, False
         self._handed: tuple[int, int] | None = None
-        self.commits_by_itself = True
-        self._count, self._counts, self._total = count, list[int](), 0
-        self._device = torch.device(device) if device is not None else None
-        self._group: Any = None
         self._sampling = {"keyed": sample_rng, "by_position": order == "weighted"}
-        self._generator = torch.Generator()
         collate = arguments.pop("collate_fn", None)
         if sample_rng:
             dataset, collate = SeededDataset(dataset, seed), SeededCollate(collate or default_collate)
@@ -278,7 +274,7 @@ class ElasticLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._generator.manual_seed(mix(self.seed, self._epoch, self._samples, self.rank) & (2**63 - 1))
-        return self.follow(self._moved(iter(self._loader)))
+        return self.follow(self._moved(iter(self._loader), to_device))
 
     def follow(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Hand over the batches that another loader made of `batch_sampler`, keeping weights and position for them."""
@@ -295,51 +291,13 @@ class ElasticLoader:
                 window = iter(held)
             for cut, batch in enumerate(window, start=1):
                 low, high = shares[cut - 1]
-                self.real, self.accumulate, self.step_done = high - low, len(shares), cut == len(shares)
-                self.weight, self.step_samples = self.world_size * self.real / size, size
+                self._at_hand(real=high - low, cut=cut, cuts=len(shares), size=size)
                 if self.step_done:
                     on, samples = windows.after(number)
                     self._handed = epoch + on, samples
                 yield batch
             if self.commits_by_itself:
                 self.commit()
-
-    def weight_for(self, n_local: int) -> float:
-        """As `weight`, for a loss that is a mean over something else than samples. One small all-reduce a window.
-
-        Every rank calls it for every micro-batch.
-
-        Args:
-            n_local: how many points or tokens this micro-batch's loss averages over. 0 is allowed; for a micro-batch
-                with `real == 0` it counts as 0.
-
-        Raises:
-            ValueError: a window has several micro-batches and the loader was not given `count=`.
-        """
-        if self.accumulate > 1 and self._count is None:
-            raise ValueError(
-                "weight_for() in a window of several micro-batches has to know them all: give ElasticLoader(count=fn), "
-                "which returns that number for a micro-batch"
-            )
-        n_local = int(n_local) if self.real else 0
-        if self.accumulate == 1:
-            self._total = self._sum_over_ranks(n_local)
-        elif self._counts:
-            self._total = self._sum_over_ranks(sum(self._counts))
-            self._counts = []
-        return self.world_size * n_local / self._total if self._total else 0.0
-
-    def sync(self, model: Any) -> contextlib.AbstractContextManager[Any]:
-        """DDP's `no_sync()` for all micro-batches of a window but the last: gradients cross the network once a step."""
-        return contextlib.nullcontext() if self.step_done or not hasattr(model, "no_sync") else model.no_sync()
-
-    @property
-    def sampler(self) -> Any:
-        """Not to be had: who asks wants to deal the samples out anew."""
-        raise TypeError(
-            "ElasticLoader deals samples to ranks itself: do not wrap it (ray.train.torch.prepare_data_loader would "
-            "build another loader and lose the position); give it device= to have batches moved"
-        )
 
     def _windows(self) -> Windows:
         return Windows(
@@ -350,37 +308,11 @@ class ElasticLoader:
             final=self._final,
         )
 
-    def _cuts(self, size: int) -> int:
-        return micro_batches(size, self.world_size, self.micro_batch_size)
-
     def _shares(self, first: int, size: int) -> list[tuple[int, int]]:
         """Positions [low, high) of this rank's micro-batches in a window; empty ones where samples do not suffice."""
         low, high = near_equal(first, size, self.rank, self.world_size)
         cuts = self._cuts(size)
         return [near_equal(low, high - low, cut, cuts) for cut in range(cuts)]
-
-    def _moved(self, batches: Iterator[Any]) -> Iterator[Any]:
-        if self._device is None:
-            yield from batches
-            return
-        # Without workers what a data set draws comes from this process' streams: no batch may be loaded before the
-        # step that the streams are saved at.
-        most = 1 if self.num_workers else 0
-        ahead: deque[Any] = deque()
-        for batch in batches:
-            ahead.append(_to_device(batch, self._device))
-            if len(ahead) > most:
-                yield ahead.popleft()
-        yield from ahead
-
-    def _sum_over_ranks(self, value: int) -> int:
-        if self.world_size == 1:
-            return value
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo")
-        total = torch.tensor([value])
-        dist.all_reduce(total, group=self._group)
-        return int(total.item())
 
 
 class MicroBatches(Sampler[list[Any]]):
@@ -423,15 +355,3 @@ class MicroBatches(Sampler[list[Any]]):
             return indices.tolist()
         streams = positions % length if self._by_position else indices
         return list(zip(indices.tolist(), (epoch + ahead).tolist(), streams.tolist(), strict=True))
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    if hasattr(value, "to"):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping):
-        return type(value)({key: _to_device(item, device) for key, item in value.items()})  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to_device(item, device) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_to_device(item, device) for item in value)
-    return value

@@ -1,0 +1,120 @@
+"""What `ElasticLoader` and `ElasticStream` share: the micro-batch at hand, its weight, and the other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pimm_ray.elastic.windows import micro_batches
+
+
+class WindowedLoader:
+    """Hands over the micro-batches of one window (one optimizer step) after the other, aligned over all ranks."""
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        micro_batch_size: int | None,
+        *,
+        seed: int,
+        num_workers: int,
+        count: Callable[[Any], int] | None,
+        device: torch.device | str | None,
+    ):
+        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self.seed, self.num_workers = seed, num_workers
+        joined = dist.is_available() and dist.is_initialized()
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+        self.weight, self.real, self.step_done, self.step_samples = 0.0, 0, False, 0
+        self.accumulate = micro_batches(global_batch_size, self.world_size, micro_batch_size)
+        self.commits_by_itself = True
+        self._count, self._counts, self._total = count, list[int](), 0
+        self._device = torch.device(device) if device is not None else None
+        self._generator = torch.Generator()
+        self._group: Any = None
+
+    def weight_for(self, n_local: int) -> float:
+        """As `weight`, for a loss that is a mean over something else than samples. One small all-reduce a window.
+
+        Every rank calls it for every micro-batch.
+
+        Args:
+            n_local: how many points or tokens this micro-batch's loss averages over. 0 is allowed; for a micro-batch
+                with `real == 0` it counts as 0.
+
+        Raises:
+            ValueError: a window has several micro-batches and the loader was not given `count=`.
+        """
+        if self.accumulate > 1 and self._count is None:
+            raise ValueError(
+                "weight_for() in a window of several micro-batches has to know them all: give "
+                f"{type(self).__name__}(count=fn), which returns that number for a micro-batch"
+            )
+        n_local = int(n_local) if self.real else 0
+        if self.accumulate == 1:
+            (self._total,) = self._sum_over_ranks(n_local)
+        elif self._counts:
+            (self._total,) = self._sum_over_ranks(sum(self._counts))
+            self._counts = []
+        return self.world_size * n_local / self._total if self._total else 0.0
+
+    def sync(self, model: Any) -> contextlib.AbstractContextManager[Any]:
+        """DDP's `no_sync()` for all micro-batches of a window but the last: gradients cross the network once a step."""
+        return contextlib.nullcontext() if self.step_done or not hasattr(model, "no_sync") else model.no_sync()
+
+    @property
+    def sampler(self) -> Any:
+        """Not to be had: who asks wants to deal the samples out anew."""
+        raise TypeError(
+            f"{type(self).__name__} deals samples to ranks itself: do not wrap it (ray.train.torch.prepare_data_loader "
+            "would build another loader and lose the position); give it device= to have batches moved"
+        )
+
+    def _at_hand(self, *, real: int, cut: int, cuts: int, size: int) -> None:
+        """The micro-batch about to be handed over: number `cut`, from 1, of `cuts` in a window of `size` samples."""
+        self.real, self.accumulate, self.step_done, self.step_samples = real, cuts, cut == cuts, size
+        self.weight = self.world_size * real / size
+
+    def _cuts(self, size: int) -> int:
+        return micro_batches(size, self.world_size, self.micro_batch_size)
+
+    def _moved(self, items: Iterator[Any], move: Callable[[Any, torch.device], Any]) -> Iterator[Any]:
+        if self._device is None:
+            yield from items
+            return
+        # Without workers what a data set draws comes from this process' streams: no batch may be loaded before the
+        # step that the streams are saved at.
+        most = 1 if self.num_workers else 0
+        ahead: deque[Any] = deque()
+        for item in items:
+            ahead.append(move(item, self._device))
+            if len(ahead) > most:
+                yield ahead.popleft()
+        yield from ahead
+
+    def _sum_over_ranks(self, *values: int) -> list[int]:
+        if self.world_size == 1:
+            return list(values)
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        total = torch.tensor(values)
+        dist.all_reduce(total, group=self._group)
+        return [int(value) for value in total]
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move a batch and the tensors inside it, without waiting for pinned ones."""
+    if hasattr(value, "to"):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return type(value)({key: to_device(item, device) for key, item in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(item, device) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(to_device(item, device) for item in value)
+    return value
