@@ -68,6 +68,9 @@ class Ranks:
             for loader in self.loaders:
                 loader.set_epoch(epoch, final=epoch + 1 == epochs)
             yield from self.windows_of_epoch()
+            if self.state["epoch"] == epoch:
+                assert self.loaders[0].at_end, "after an epoch's last step the next one begins"
+                return  # that step was not committed
 
     def windows_of_epoch(self) -> Iterator[list[list[MicroBatch]]]:
         iterators = [iter(loader) for loader in self.loaders]
