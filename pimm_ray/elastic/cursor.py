@@ -4,40 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from pimm_ray.elastic.loader import MicroBatches
+from pimm_ray.elastic.loader import ElasticLoader, MicroBatches
 from pimm_ray.elastic.own_loader import LoaderCursor
 from pimm_ray.elastic.plan import Position, RunShape
+from pimm_ray.elastic.windowed import WindowedLoader
 from pimm_ray.errors import WorldSizeError
-
-
-class PositionLoader(Protocol):
-    """A loader with one position over all ranks, good for any number of them: `ElasticLoader`."""
-
-    global_batch_size: int
-    world_size: int
-    num_workers: int
-    commits_by_itself: bool
-
-    @property
-    def step_done(self) -> bool: ...
-    @property
-    def step_samples(self) -> int: ...
-    @property
-    def at_end(self) -> bool: ...
-    @property
-    def position(self) -> tuple[int, int]: ...
-    @property
-    def shape(self) -> dict[str, Any]: ...
-    def __iter__(self) -> Iterator[Any]: ...
-    def set_epoch(self, epoch: int, *, final: bool = False, restarts: int = 0) -> None: ...
-    def follow(self, batches: Iterator[Any]) -> Iterator[Any]: ...
-    def commit(self) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dicts(self, states: list[Any]) -> None: ...
 
 
 def cursor_for(loader: Any) -> LoaderCursor:
@@ -46,13 +21,13 @@ def cursor_for(loader: Any) -> LoaderCursor:
     Raises:
         TypeError: it is a wrapper around a loader that keeps its own position.
     """
-    if hasattr(inner := getattr(loader, "_dataloader", None), "load_state_dicts"):
+    if isinstance(inner := getattr(loader, "_dataloader", None), WindowedLoader):
         kind = type(inner).__name__
         raise TypeError(
             f"ray.train.torch.prepare_data_loader(...) around a {kind} would hide its position: use the {kind} itself, "
             "with device= to have batches moved"
         )
-    if hasattr(loader, "load_state_dicts"):
+    if isinstance(loader, WindowedLoader):
         return PositionCursor(loader)
     sampler = getattr(loader, "batch_sampler", None)
     return PositionCursor(sampler.loader, made_by=loader) if isinstance(sampler, MicroBatches) else LoaderCursor(loader)
@@ -62,9 +37,9 @@ class PositionCursor(LoaderCursor):
     """Nothing of its position depends on the number of ranks."""
 
     global_position = True
-    loader: PositionLoader
+    loader: WindowedLoader
 
-    def __init__(self, loader: PositionLoader, *, made_by: Any = None):
+    def __init__(self, loader: WindowedLoader, *, made_by: Any = None):
         """`made_by`: the loader that makes the batches, when it is not `loader` itself."""
         super().__init__(loader)
         self.stateful = True
@@ -102,7 +77,10 @@ class PositionCursor(LoaderCursor):
         return self.loader.state_dict()
 
     def iterate(self, state: Any = None, *, consumed: int = 0, begun: bool = False) -> Iterator[Any]:
-        return iter(self.loader) if self._made_by is None else self.loader.follow(iter(self._made_by))
+        if self._made_by is None:
+            return iter(self.loader)
+        assert isinstance(self.loader, ElasticLoader)
+        return self.loader.follow(iter(self._made_by))
 
     def hand_out(self, iterator: Iterator[Any], start: int) -> Iterator[tuple[Any, int, bool]]:
         for batch in iterator:

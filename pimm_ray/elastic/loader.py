@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
 from pimm_ray.elastic.order import make_order, mix
-from pimm_ray.elastic.plan import ELASTIC, RESTART_STRIDE
+from pimm_ray.elastic.plan import RESTART_STRIDE
 from pimm_ray.elastic.sample_rng import SeededCollate, SeededDataset
 from pimm_ray.elastic.windowed import WindowedLoader, to_device
 from pimm_ray.elastic.windows import Tail, Windows, near_equal
@@ -96,17 +96,18 @@ class ElasticLoader(WindowedLoader):
             global_batch_size,
             micro_batch_size,
             seed=seed,
+            tail=tail,
             num_workers=num_workers,
             count=count,
             device=device,
         )
-        self.dataset, self.tail = dataset, tail
+        self.dataset = dataset
         if weights is not None and len(weights) != len(dataset):
             raise ValueError(f"weights= has {len(weights)} entries for {len(dataset)} samples: give one a sample")
         self._order = make_order(
             order, length=len(dataset), seed=seed, epoch=0, weights=weights, block=block, group=group
         )
-        self._epoch, self._samples, self._restarts, self._final = 0, 0, 0, False
+        self._final = False
         self._handed: tuple[int, int] | None = None
         self._sampling = {"keyed": sample_rng, "by_position": order == "weighted"}
         collate = arguments.pop("collate_fn", None)
@@ -184,11 +185,6 @@ class ElasticLoader(WindowedLoader):
         return self._order.length
 
     @property
-    def position(self) -> tuple[int, int]:
-        """Epoch, and samples of it over all ranks, that committed steps have used up."""
-        return self._epoch, self._samples
-
-    @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of a whole epoch, for any number of ranks."""
         whole, rest = divmod(self.length, self.global_batch_size)
@@ -199,25 +195,6 @@ class ElasticLoader(WindowedLoader):
         if self.tail == "carry":
             return -(-self.length * epochs // self.global_batch_size)
         return epochs * self.steps_per_epoch
-
-    def __len__(self) -> int:
-        """Micro-batches that the next iteration hands over: from the position to the epoch's end."""
-        windows = self._windows()
-        if not windows.count:
-            return 0
-        last = self._cuts(windows.span(windows.count - 1)[1])
-        return (windows.count - 1) * self._cuts(self.global_batch_size) + last
-
-    @property
-    def shape(self) -> dict[str, Any]:
-        """What a position depends on, in the words of `RunShape`."""
-        return {
-            "global_batch": self.global_batch_size,
-            "micro_batch": self.micro_batch_size,
-            "dataset_size": self.length,
-            "order_id": f"{ELASTIC}{self.order_id}/{self.tail}",
-            "seed": self.seed,
-        }
 
     def set_epoch(self, epoch: int, *, final: bool = False, restarts: int | None = None) -> None:
         """Go to an epoch's first sample, unless the position is in that epoch already.
@@ -251,7 +228,7 @@ class ElasticLoader(WindowedLoader):
             "restarts": self._restarts,
         }
 
-    def load_state_dicts(self, states: list[Mapping[str, Any]]) -> None:
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """As `load_state_dict`, from the states of all ranks that saved, which are the same."""
         self.load_state_dict(states[0])
 

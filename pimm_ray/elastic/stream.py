@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from pimm_ray.elastic.order import make_order, mix
-from pimm_ray.elastic.plan import ELASTIC, RESTART_STRIDE
+from pimm_ray.elastic.plan import RESTART_STRIDE
 from pimm_ray.elastic.stream_files import Files, checked_shards, digest, lengths_of, names_of
 from pimm_ray.elastic.stream_parts import (
     NO_END,
@@ -127,6 +127,7 @@ class ElasticStream(WindowedLoader):
             global_batch_size,
             micro_batch_size,
             seed=seed,
+            tail=tail,
             num_workers=num_workers,
             count=count,
             device=device,
@@ -134,7 +135,6 @@ class ElasticStream(WindowedLoader):
         self.shards = checked_shards(shards, open)
         self.lengths = lengths_of(self.shards, length, files=open is None)
         self._length = None if self.lengths is None else sum(self.lengths)
-        self.tail = tail
         if self.length is None and tail == "drop":
             raise ValueError("ElasticStream(tail='drop') needs the shards' lengths: give length=, or use tail='even'")
         if self.length == 0:
@@ -152,7 +152,6 @@ class ElasticStream(WindowedLoader):
             "length": self.length,
             "lengths": None if self.lengths is None else digest(self.lengths),
         }
-        self._epoch = self._samples = self._restarts = 0
         self._lanes: list[Lane] | None = None
         self._undealt: list[Part] = []
         self._dealt_at = self._turn = 0
@@ -221,11 +220,6 @@ class ElasticStream(WindowedLoader):
         return self._length
 
     @property
-    def position(self) -> tuple[int, int]:
-        """Epoch, and samples of it over all ranks, that committed steps have used up."""
-        return self._epoch, self._samples
-
-    @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of a whole epoch, for any number of ranks. TypeError when lengths are unknown."""
         return self._windows(start=0).count
@@ -233,26 +227,6 @@ class ElasticStream(WindowedLoader):
     def total_steps(self, epochs: int) -> int:
         """Optimizer steps of a run of `epochs` epochs, for any number of ranks. TypeError when lengths are unknown."""
         return epochs * self.steps_per_epoch
-
-    def __len__(self) -> int:
-        """Micro-batches that the next iteration hands over: from the position to the epoch's end."""
-        windows = self._windows(start=self._samples)
-        if not windows.count:
-            return 0
-        last = self._cuts(windows.span(windows.count - 1)[1])
-        whole = self._cuts(self.global_batch_size)
-        return (windows.count - 1) * whole + last
-
-    @property
-    def shape(self) -> dict[str, Any]:
-        """What a position depends on, in the words of `RunShape`."""
-        return {
-            "global_batch": self.global_batch_size,
-            "micro_batch": self.micro_batch_size,
-            "dataset_size": self.length,
-            "order_id": f"{ELASTIC}{self.order_id}/{self.tail}",
-            "seed": self.seed,
-        }
 
     def set_epoch(self, epoch: int, *, final: bool = False, restarts: int | None = None) -> None:
         """Go to an epoch's start, unless the position is in that epoch already.
@@ -379,9 +353,10 @@ class ElasticStream(WindowedLoader):
         order = self._order.for_epoch(self._epoch + self._restarts * RESTART_STRIDE)
         return order(np.arange(len(self.shards))).tolist()
 
-    def _windows(self, *, start: int) -> Windows:
+    def _windows(self, *, start: int | None = None) -> Windows:
         if self.length is None:
             raise TypeError("the number of steps is unknown, because the shards' lengths are: give length=")
+        start = self._samples if start is None else start
         return Windows(length=self.length, start=start, batch=self.global_batch_size, tail=self.tail)
 
     def _shares(self) -> Shares:

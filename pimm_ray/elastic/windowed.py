@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pimm_ray.elastic.windows import micro_batches
+from pimm_ray.elastic.plan import ELASTIC
+from pimm_ray.elastic.windows import Tail, Windows, micro_batches
 
 
-class WindowedLoader:
+class WindowedLoader(ABC):
     """Hands over the micro-batches of one window (one optimizer step) after the other, aligned over all ranks."""
 
     def __init__(
@@ -22,12 +24,14 @@ class WindowedLoader:
         micro_batch_size: int | None,
         *,
         seed: int,
+        tail: Tail,
         num_workers: int,
         count: Callable[[Any], int] | None,
         device: torch.device | str | None,
     ):
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
-        self.seed, self.num_workers = seed, num_workers
+        self.seed, self.tail, self.num_workers = seed, tail, num_workers
+        self._epoch = self._samples = self._restarts = 0
         joined = dist.is_available() and dist.is_initialized()
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
         self.weight, self.real, self.step_done, self.step_samples = 0.0, 0, False, 0
@@ -37,6 +41,73 @@ class WindowedLoader:
         self._device = torch.device(device) if device is not None else None
         self._generator = torch.Generator()
         self._group: Any = None
+
+    @property
+    @abstractmethod
+    def order_id(self) -> str:
+        """Algorithm, version and parameters of the order."""
+
+    @property
+    @abstractmethod
+    def length(self) -> int | None:
+        """Samples of an epoch; None when unknown."""
+
+    @property
+    @abstractmethod
+    def at_end(self) -> bool:
+        """Whether the micro-batch at hand is the epoch's last."""
+
+    @abstractmethod
+    def set_epoch(self, epoch: int, *, final: bool = False, restarts: int | None = None) -> None:
+        """Go to an epoch's first sample, unless the position is in that epoch already.
+
+        Args:
+            final: it is the run's last one: `tail="carry"` then ends as "even".
+            restarts: how often the epoch was begun anew; each time it has another order. None: as often as before.
+        """
+
+    @abstractmethod
+    def commit(self) -> None:
+        """The windows handed over so far are used up: the position moves behind them. Every rank calls it."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the position, and what it is a position in."""
+
+    @abstractmethod
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go to a stored position, from the parts of all ranks that saved. Every rank calls it."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]: ...
+
+    @abstractmethod
+    def _windows(self) -> Windows:
+        """The windows from the position to the epoch's end."""
+
+    def __len__(self) -> int:
+        """Micro-batches that the next iteration hands over: from the position to the epoch's end."""
+        windows = self._windows()
+        if not windows.count:
+            return 0
+        last = self._cuts(windows.span(windows.count - 1)[1])
+        return (windows.count - 1) * self._cuts(self.global_batch_size) + last
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch, and samples of it over all ranks, that committed steps have used up."""
+        return self._epoch, self._samples
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What a position depends on, in the words of `RunShape`."""
+        return {
+            "global_batch": self.global_batch_size,
+            "micro_batch": self.micro_batch_size,
+            "dataset_size": self.length,
+            "order_id": f"{ELASTIC}{self.order_id}/{self.tail}",
+            "seed": self.seed,
+        }
 
     def weight_for(self, n_local: int) -> float:
         """As `weight`, for a loss that is a mean over something else than samples. One small all-reduce a window.
