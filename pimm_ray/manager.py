@@ -171,6 +171,8 @@ class CheckpointManager:
             self._feed.settle()
         progress = self._progress
         self._epochs = n
+        if progress.epoch >= n and self._runtime.rank == 0:
+            logger.info("nothing left to do: %d of %d epochs are done", progress.epoch, n)
         while progress.epoch < n:
             epoch = progress.epoch
             yield epoch

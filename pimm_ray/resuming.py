@@ -52,7 +52,9 @@ def choose(runtime: Runtime, given: Any) -> Choice:
         problem = _problem(runtime, store)
         if problem is None:
             info, manifest = _open(runtime, store)
-            _say(runtime, passed, ignored=given)
+            if given is not None and runtime.rank == 0:
+                named = getattr(given, "path", given)
+                logger.info("the given checkpoint %s is not used: this run has one of its own", named)
             return Choice(
                 store=store,
                 info=info,
@@ -66,8 +68,9 @@ def choose(runtime: Runtime, given: Any) -> Choice:
             damaged.append(name)
         if runtime.rank == 0:
             logger.warning("passed over %s: %s", name, problem)
+    if passed and runtime.rank == 0:
+        logger.warning("found nothing usable among the %d checkpoint folders of %s", len(passed), runtime.store.path)
     if given is None:
-        _say(runtime, passed, ignored=None)
         return Choice(attempt=found["attempt"], damaged=frozenset(damaged))
     store = open_store(given)
     info, manifest = _open(runtime, store)
@@ -79,7 +82,6 @@ def choose(runtime: Runtime, given: Any) -> Choice:
             expected=problem.expected,
             found=problem.found,
         )
-    _say(runtime, passed, ignored=None)
     return Choice(store=store, info=info, manifest=manifest, attempt=found["attempt"], damaged=frozenset(damaged))
 
 
@@ -116,13 +118,3 @@ def _open(runtime: Runtime, store: Store) -> tuple[CheckpointInfo, Manifest]:
     if len(set(runtime.gather(f"resume: id of {store.path}", info.id))) > 1:
         raise StorageError(f"ranks see different checkpoints at {store.path}: is the storage shared by all nodes?")
     return info, manifest
-
-
-def _say(runtime: Runtime, passed: list[str], *, ignored: Any) -> None:
-    if runtime.rank:
-        return
-    if ignored is not None:
-        named = getattr(ignored, "path", ignored)
-        logger.info("the given checkpoint %s is not used: this run has one of its own", named)
-    elif passed:
-        logger.warning("found nothing usable among the %d checkpoint folders of %s", len(passed), runtime.store.path)

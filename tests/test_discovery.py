@@ -274,6 +274,7 @@ def test_a_damaged_newest_is_passed_over_by_all_ranks_and_never_comes_back(tmp_p
     assert back[0].restored["state"] == back[1].restored["state"]
     lines = [line for story in back for line in story.lines]
     assert said(lines, "passed over checkpoint_00000004-0002", file.name, "digest") == said(lines, "passed over") == 1
+    assert said(lines, "nothing usable") == 0
     assert steps_kept(tmp_path) == [2, 4, 3]
     assert newest_step(tmp_path) == 3
     flip_byte(file)  # it can be read again

@@ -165,7 +165,7 @@ def test_b07_the_same_command_continues_from_the_newest_complete_checkpoint(rela
     newest = f"{relaunched.root}/{run}/{max(relaunched.before)}"
     start = notes(relaunched.root / f"{run}.notes", event="start")[-1]
     assert (start["step"], start["shown"]) == (10, newest)
-    assert f"start: checkpoint={newest} (newest of this run)" in relaunched.log.read_text()
+    assert f"start: checkpoint={newest} (newest of this run, not yet verified)" in relaunched.log.read_text()
     again = [line for line in notes(relaunched.root / f"{run}.notes", event="step") if line["step"] in (11, 12)]
     first = [line for line in notes(relaunched.root / "a.notes", event="step") if line["step"] in (11, 12)][:2]
     assert [line["ids"] for line in again[-2:]] == [line["ids"] for line in first], "another order of samples"

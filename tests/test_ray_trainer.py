@@ -122,7 +122,7 @@ def test_the_runs_own_checkpoint_goes_before_the_given_one_and_a_loud_line_says_
     own, [given] = checkpoints(tmp_path / "run", 1.0, 2.0), checkpoints(tmp_path / "other", 1.0)
     trainer(tmp_path, resume_from_checkpoint=given)
     assert caplog.records[-1].levelno == logging.WARNING
-    assert f"start: checkpoint={own[-1]} (newest of this run) passed_over={given} " in said()[-1]
+    assert f"start: checkpoint={own[-1]} (newest of this run, not yet verified) passed_over={given} " in said()[-1]
 
 
 def test_a_bad_argument_that_is_not_needed_is_a_warning_and_still_goes_to_the_workers(tmp_path, said):

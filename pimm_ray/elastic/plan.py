@@ -174,6 +174,9 @@ def plan_resume(saved: RunShape, now: RunShape, policy: ElasticPolicy, position:
             f"cannot keep the data position ({reason}) and ElasticPolicy(cursor='fail') forbids to drop it: resume as "
             "the run was saved, or allow cursor='auto'"
         )
+    others = _changes(saved, now, _WORDS) if elastic else []
+    if others and cursor != "dropped":
+        notes.append(f"{'; '.join(others)}: the same samples in each step, equal to rounding")
     new_ranks = range(saved.world_size, now.world_size)
     if policy.rng == "reseed":
         rng = "reseeded"

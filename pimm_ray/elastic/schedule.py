@@ -82,7 +82,16 @@ def hold(scheduler: Any, *, say: bool) -> None:
             kind.step(self, *args, **kwargs)
         elif not said:
             said = True
-            logger.warning("%s held at its end, step %d", kind.__name__, last)
+            rates = sorted({float(group["lr"]) for group in self.optimizer.param_groups})
+            logger.warning(
+                "%s held at its end, step %d: the learning rate stays at %s%s",
+                kind.__name__,
+                last,
+                ", ".join(f"{rate:g}" for rate in rates),
+                ""
+                if any(rates)
+                else " and nothing is learned any more; ElasticPolicy(schedule='extend') moves the end",
+            )
 
     # A class of its own, not an attribute of the instance: those are part of a scheduler's state_dict.
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
@@ -48,6 +49,7 @@ def make_runtime(storage: Any, *, timeout: float) -> Runtime:
     Raises:
         PimmRayError: outside Ray and no storage given, or storage given inside Ray.
     """
+    show_messages()
     if "ray.train" in sys.modules:
         from pimm_ray.runtime.worker import RayRuntime, in_train_worker
 
@@ -61,3 +63,16 @@ def make_runtime(storage: Any, *, timeout: float) -> Runtime:
     if storage is None:
         raise PimmRayError('outside Ray Train, give the run folder: CheckpointManager(..., storage="runs/demo")')
     return LocalRuntime(storage, timeout=timeout)
+
+
+def show_messages() -> None:
+    """Print this package's one-line messages to stderr when nobody has set up logging in this process."""
+    package = logging.getLogger("pimm_ray")
+    if package.hasHandlers():
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    # Falls silent when the user sets up logging later: no line comes twice.
+    handler.addFilter(lambda _: not logging.getLogger().handlers)
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)

@@ -19,7 +19,8 @@ from pimm_ray.checkpoint.store import Store, open_store
 from pimm_ray.errors import CorruptCheckpoint, PimmRayError, StorageError
 from pimm_ray.policy import KeepPolicy
 from pimm_ray.runtime import ray_private
-from pimm_ray.runtime.worker import WorkerLoop, absolute, show_messages
+from pimm_ray.runtime.base import show_messages
+from pimm_ray.runtime.worker import WorkerLoop, absolute
 
 logger = logging.getLogger(__name__)
 
@@ -149,15 +150,15 @@ def _announce(run: Store, given: Any) -> None:
     named = getattr(given, "path", given)
     if own is not None:
         if given is None:
-            logger.info("start: checkpoint=%s (newest of this run)", own.path)
+            logger.info("start: checkpoint=%s (newest of this run, not yet verified)", own.path)
             return
         try:
             _open_given(given)
         except (PimmRayError, OSError) as error:
             logger.warning("resume_from_checkpoint=%s cannot be used (%s); this run does not need it", named, error)
         logger.warning(
-            "start: checkpoint=%s (newest of this run) passed_over=%s (resume_from_checkpoint: only for a run without "
-            "a checkpoint of its own; to start from it, give RunConfig another name)",
+            "start: checkpoint=%s (newest of this run, not yet verified) passed_over=%s (resume_from_checkpoint: only "
+            "for a run without a checkpoint of its own; to start from it, give RunConfig another name)",
             own.path,
             named,
         )

@@ -15,7 +15,7 @@ from pimm_ray.checkpoint.layout import CheckpointName
 from pimm_ray.checkpoint.store import LocalStore, open_store
 from pimm_ray.errors import PimmRayError
 from pimm_ray.runtime import ray_private
-from pimm_ray.runtime.base import Runtime
+from pimm_ray.runtime.base import Runtime, show_messages
 
 logger = logging.getLogger(__name__)
 
@@ -162,19 +162,6 @@ def _offer(given: Any) -> None:
         ray_private.show_checkpoint(None)
     elif shown is None or shown.path != source.path:
         ray_private.show_checkpoint(ray.train.Checkpoint(source.path, source.filesystem))
-
-
-def show_messages() -> None:
-    """Print this package's one-line messages to stderr when nobody has set up logging in this process."""
-    package = logging.getLogger("pimm_ray")
-    if package.hasHandlers():
-        return
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    # Falls silent when the user sets up logging later: no line comes twice.
-    handler.addFilter(lambda _: not logging.getLogger().handlers)
-    package.addHandler(handler)
-    package.setLevel(logging.INFO)
 
 
 def plain_value(value: Any) -> Any:
