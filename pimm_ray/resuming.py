@@ -7,7 +7,15 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from pimm_ray.checkpoint.find import CheckpointInfo, Problem, candidates, check_digests, check_marker, check_sizes, open_manifest
+from pimm_ray.checkpoint.find import (
+    CheckpointInfo,
+    Problem,
+    candidates,
+    check_digests,
+    check_marker,
+    check_sizes,
+    open_manifest,
+)
 from pimm_ray.checkpoint.layout import MARKER, CheckpointName, Manifest
 from pimm_ray.checkpoint.store import Store, open_store
 from pimm_ray.errors import CorruptCheckpoint, PimmRayError, StorageError

@@ -247,7 +247,7 @@ def test_a_state_that_would_be_too_large_to_read_back_fails_the_save_and_not_the
 
 
 def test_a_reason_or_a_metric_s_name_that_is_no_string_is_refused(tmp_path):
-    manager, model, optimizer = make(tmp_path)
+    manager, *_ = make(tmp_path)
     manager.resume()
     assert "reason=None" in str(error_of(manager.save, reason=None))
     assert "metric 1 has a name" in str(error_of(manager.save, metrics={1: 0.5}))
