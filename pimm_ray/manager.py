@@ -248,6 +248,8 @@ class CheckpointManager:
             StorageError, StateMismatch, RankMissing: some rank failed; every rank raises. Nothing is left half-written.
         """
         self._require_resume()
+        if not isinstance(reason, str):
+            raise TypeError(f"save(reason={reason!r}): use a string")
         checked = check_metrics(metrics or {})
         if self._progress.open_batches:
             self._asked = (reason, checked)

@@ -7,7 +7,15 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from pimm_ray.checkpoint.find import CheckpointInfo, Problem, candidates, check_digests, check_sizes, open_manifest
+from pimm_ray.checkpoint.find import (
+    CheckpointInfo,
+    Problem,
+    candidates,
+    check_digests,
+    check_marker,
+    check_sizes,
+    open_manifest,
+)
 from pimm_ray.checkpoint.layout import MARKER, CheckpointName, Manifest
 from pimm_ray.checkpoint.store import Store, open_store
 from pimm_ray.errors import CorruptCheckpoint, PimmRayError, StorageError
@@ -109,6 +117,10 @@ def _problem(runtime: Runtime, store: Store) -> Problem | None:
                 f"({shares[blind[0]][-1]})"
             )
         found = next((share for share in shares if share), None)
+    if found is None:  # a marker that is damaged itself: nothing else holds its digest
+        found = runtime.exchange(
+            f"resume: compare {store.path}", None, lambda _: first(lambda manifest: check_marker(store, manifest))
+        )
     return Problem(*found) if found else None
 
 

@@ -277,10 +277,12 @@ def check_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics to hold until they are reported: tensors detached, nothing read from a device yet.
 
     Raises:
-        TypeError: a value is neither a number, a tensor or array of one element, nor a string.
+        TypeError: a name is no string, or a value is neither a number, a tensor or array of one element, nor a string.
     """
     held = {}
     for key, value in metrics.items():
+        if not isinstance(key, str):
+            raise TypeError(f"metric {key!r} has a name of type {type(key).__name__}: use a string")
         size, kind = 1, type(value).__name__
         if isinstance(value, torch.Tensor):
             value = value.detach()

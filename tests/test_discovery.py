@@ -1,6 +1,7 @@
 """Which checkpoint is found, what is passed over and said, and what a wrong one named by the user does."""
 
 import itertools
+import json
 import random
 import shutil
 import threading
@@ -282,6 +283,22 @@ def test_a_damaged_newest_is_passed_over_by_all_ranks_and_never_comes_back(tmp_p
     further = Job(tmp_path, steps=1).on(2)
     assert [story.plan.step for story in further] == [3, 3]
     assert newest_step(tmp_path) == 4 and folders(tmp_path)[-1].startswith("checkpoint_00000004-0004")
+
+
+@pytest.mark.parametrize(
+    "key, damaged", [("id", "0" * 32), ("step", 9), ("attempt", 1), ("epoch", 7), ("world_size", 3)]
+)
+def test_a_marker_that_says_what_its_files_do_not_is_passed_over(tmp_path, key, damaged):
+    for steps in (2, 2):
+        Job(tmp_path, steps=steps).on(2)
+    marker = tmp_path / folders(tmp_path)[-1] / ".complete"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {key: damaged}))
+    assert [problem.kind for problem in verify_checkpoint(marker.parent)] == ["identity"]
+    assert newest_step(tmp_path) == 2
+    back = Job(tmp_path, steps=1).on(3)
+    assert [story.plan.step for story in back] == [2, 2, 2]
+    lines = [line for story in back for line in story.lines]
+    assert said(lines, "passed over checkpoint_00000004-0002", "identity") == 1
 
 
 # Killed in a save

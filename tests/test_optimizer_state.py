@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn, optim
+from torch.optim import lr_scheduler
 
 from pimm_ray.checkpoint.state import Objects, apply, collect
 from pimm_ray.errors import StateMismatch, UnstorableState
@@ -203,8 +204,12 @@ def momenta(objects: Objects) -> dict[str, list]:
     }
 
 
+def rates(optimizer: optim.Optimizer) -> list[float]:
+    return [group["lr"] for group in optimizer.param_groups]
+
+
 def lrs(objects: Objects) -> list[float]:
-    return [group["lr"] for group in objects.optimizers[0].param_groups]
+    return rates(objects.optimizers[0])
 
 
 def test_an_empty_group_in_the_middle_keeps_its_own_settings(tmp_path):
@@ -267,6 +272,45 @@ def test_one_more_group_than_saved_starts_fresh_with_its_own_settings(tmp_path):
     notes = apply(now, through_disk(saved, tmp_path / "c"))
     assert "optimizer.0: no saved state for last.weight: starts fresh" in notes
     assert lrs(now) == [0.125, 0.75, 0.25] and momenta(now) == momenta(saved)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=1),
+                lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+            ],
+            milestones=[2],
+        ),
+        lambda optimizer: lr_scheduler.CyclicLR(
+            optimizer, rates(optimizer), [2 * lr for lr in rates(optimizer)], step_size_up=4, cycle_momentum=False
+        ),
+    ],
+)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_schedule_goes_on_with_each_group_s_own_rates_when_groups_are_reordered_or_added(tmp_path, schedule, fresh):
+    saved = grouped((["first"], {"lr": 0.125}), (["second"], {"lr": 0.25}))
+    now = grouped((["second"], {"lr": 0.25}), *[(["last"], {"lr": 0.5})][:fresh], (["first"], {"lr": 0.125}))
+    for objects in (saved, now):
+        objects.schedulers.append(schedule(objects.optimizers[0]))
+
+    def go_on(objects):
+        objects.optimizers[0].step()
+        objects.schedulers[0].step()
+
+    train(saved.model, saved.optimizers[0], 1)
+    go_on(saved)
+    apply(now, through_disk(saved, tmp_path / "c"))
+    for _ in range(4):
+        go_on(saved), go_on(now)
+        first, second = lrs(saved)
+        assert [lrs(now)[0], lrs(now)[-1]] == pytest.approx([second, first])
+        assert not fresh or lrs(now)[1] == pytest.approx(4 * first)
+    assert now.schedulers[0].get_last_lr() == lrs(now)
 
 
 def test_two_saved_groups_in_one_is_an_error_and_nothing_has_changed(tmp_path):

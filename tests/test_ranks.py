@@ -185,6 +185,45 @@ def test_a_rank_that_was_killed_is_named_at_once_and_not_after_the_limit():
         assert "save at step 7: rank 2 is gone" in text
 
 
+def comes_after_the_end_of(rank, victim):
+    ranks = Ranks(timeout=30)
+    ranks.gather("together", rank)
+    if rank == victim:
+        die()
+    time.sleep(1)
+    return [describe(error_of(ranks.gather, f"save at step {step}", rank)) for step in (7, 8)]
+
+
+def test_a_rank_that_was_gone_before_is_named_again_and_again():
+    outcomes = try_ranks(2, comes_after_the_end_of, 1)
+    assert outcomes[0].error is None, outcomes[0].error
+    for step, (kind, ranks, text) in zip((7, 8), outcomes[0].value, strict=True):
+        assert (kind, ranks) == ("RankMissing", [1]) and f"save at step {step}: rank 1 is gone" in text
+
+
+def signals(rank, victim, how):
+    ranks = Ranks(timeout=1.5)
+    for value in (3, 0, 5):
+        ranks.signal(value)
+        assert ranks.collect_signal() == value
+    if rank == victim:
+        if how == "killed":
+            die()
+        time.sleep(4)
+        return None
+    time.sleep(0.5)
+    ranks.signal(1)
+    return describe(error_of(ranks.collect_signal))
+
+
+@pytest.mark.parametrize("how, said", [("killed", "is gone"), ("late", "did not come within 1.5 s")])
+def test_a_rank_that_does_not_take_the_signal_is_named_by_rank_zero(how, said):
+    outcomes = try_ranks(3, signals, 2, how)
+    assert outcomes[0].error is None, outcomes[0].error
+    kind, ranks, text = outcomes[0].value
+    assert (kind, ranks) == ("RankMissing", [2]) and f"step: rank 2 {said}" in text
+
+
 def test_when_rank_zero_skips_the_others_name_it():
     _, second, third = run_ranks(3, skips, 0, "skips", 1)
     for kind, ranks, text in (second, third):

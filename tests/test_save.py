@@ -28,7 +28,7 @@ from pimm_ray import (
     open_checkpoint,
     verify_checkpoint,
 )
-from pimm_ray.checkpoint import layout
+from pimm_ray.checkpoint import layout, shards
 from pimm_ray.checkpoint.folder import read_document, read_rank, read_snapshot
 from pimm_ray.checkpoint.layout import Manifest
 from pimm_ray.checkpoint.store import LocalStore, open_store
@@ -212,6 +212,46 @@ def test_a_leaf_that_needs_pickle_fails_the_save_on_all_ranks_by_name_and_nothin
         assert "extra.part.inner.1: function cannot be stored without pickle" in text
         assert alone and newest, "the checkpoint before is still the only and the newest one"
         assert later == (3, True, [])
+
+
+@pytest.mark.parametrize("where", ["extra", "loader"])
+def test_a_state_that_would_be_too_large_to_read_back_fails_the_save_and_not_the_resume(tmp_path, monkeypatch, where):
+    monkeypatch.setattr(layout, "MAX_DOCUMENT", 100_000)
+    monkeypatch.setattr(shards, "_MAX_HEADER", 100_000)
+    history: list[int] = []
+
+    class Loader(list):
+        def state_dict(self):
+            return {"history": history if where == "loader" else []}
+
+        def load_state_dict(self, state):
+            pass
+
+    model = Net()
+    manager = CheckpointManager(
+        model=model, loader=Loader(range(9)), storage=tmp_path, extra={"log": history if where == "extra" else []}
+    )
+    manager.resume()
+    batches = manager.batches()
+    next(batches)
+    manager.step()
+    manager.save()
+    history += range(100_000)
+    error = error_of(manager.save)
+    assert isinstance(error, errors.UnstorableState) and "bytes and may have" in str(error)
+    assert ("extra" if where == "extra" else "loader's state") in str(error)
+    assert len(checkpoints(tmp_path)) == 1
+    history.clear()
+    again = CheckpointManager(model=model, loader=Loader(range(9)), storage=tmp_path, extra={"log": []})
+    assert again.resume().step == 1
+
+
+def test_a_reason_or_a_metric_s_name_that_is_no_string_is_refused(tmp_path):
+    manager, *_ = make(tmp_path)
+    manager.resume()
+    assert "reason=None" in str(error_of(manager.save, reason=None))
+    assert "metric 1 has a name" in str(error_of(manager.save, metrics={1: 0.5}))
+    assert checkpoints(tmp_path) == []
 
 
 def full_disk(real):

@@ -126,7 +126,7 @@ def verify_checkpoint(source: Any, *, deep: bool = True) -> list[Problem]:
         if deep and not problems:
             problems = check_digests(store, manifest)
         if not problems:
-            read_document(store, manifest.id)
+            problems = check_marker(store, manifest)
     except (PimmRayError, OSError) as error:
         return [Problem.of(error)]
     return problems
@@ -167,6 +167,19 @@ def check_digests(store: Store, manifest: Manifest, *, part: int = 0, parts: int
             wrong = next(pair for pair in zip(expected, found, strict=True) if pair[0] != pair[1])
             problems.append(Problem(entry.path, "digest", *wrong))
     return problems
+
+
+def check_marker(store: Store, manifest: Manifest) -> list[Problem]:
+    """Compare what the marker, of which there is no digest, says of the checkpoint with what its files and name say."""
+    document = read_document(store, manifest.id)
+    said = {"epoch": document.get("epoch"), "world_size": document.get("shape", {}).get("world_size")}
+    if name := CheckpointName.parse(store.path.rsplit("/", 1)[-1]):
+        said |= {"step": name.step, "attempt": name.attempt}
+    return [
+        Problem(layout.MARKER, "identity", value, getattr(manifest, key))
+        for key, value in said.items()
+        if value != getattr(manifest, key)
+    ]
 
 
 def find_checkpoint(run_dir: Any, *, verified: bool = True) -> CheckpointInfo | None:

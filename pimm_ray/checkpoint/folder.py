@@ -15,7 +15,7 @@ from pimm_ray.checkpoint.layout import FileEntry, Manifest
 from pimm_ray.checkpoint.shards import Piece, ShardIndex, spec_of, split_rows, split_whole, write_shard
 from pimm_ray.checkpoint.state import Snapshot
 from pimm_ray.checkpoint.store import Store
-from pimm_ray.errors import CorruptCheckpoint
+from pimm_ray.errors import CorruptCheckpoint, UnstorableState
 
 
 class Share:
@@ -68,6 +68,12 @@ class Share:
         """Rank 0: write `state.json` and what belongs to it. `head` are its entries beside the state itself."""
         marked = {"schema": layout.SCHEMA, "version": layout.VERSION, "id": id}
         text = json.dumps({**marked, **head, **self.snapshot.document}).encode()
+        if len(text) > layout.MAX_DOCUMENT:
+            parts = {key: len(json.dumps(value)) for key, value in self.snapshot.document.items()}
+            raise UnstorableState(
+                f"{layout.STATE} would have {len(text)} bytes and may have {layout.MAX_DOCUMENT}, most of it in "
+                f"{max(parts, key=lambda key: parts[key])!r}: keep long lists and arrays as tensors"
+            )
         entries = [store.write(layout.STATE, [text])]
         if self._state:
             mark = {layout.ID_KEY: id}

@@ -151,6 +151,11 @@ def write_shard(
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER:
+        raise UnstorableState(
+            f"the header of {name} would have {len(text)} bytes and may have {_MAX_HEADER}: too many tensors, or a "
+            "loader's state with long lists or arrays; keep these as tensors"
+        )
 
     def chunks() -> Iterator[memoryview | bytes]:
         yield len(text).to_bytes(8, "little") + text

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 
 from pimm_ray.checkpoint.codec import decode, encode
+from pimm_ray.checkpoint.names import bare_names, parameter_names
+from pimm_ray.checkpoint.schedules import load_by_group
 from pimm_ray.errors import StateMismatch, UnstorableState
 
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
@@ -47,21 +48,6 @@ class Snapshot:
     """Tensors that `document` refers to, small and rank 0's."""
     averaged_buffers: frozenset[str] = frozenset()
     """Names in `trainer` that are buffers of the EMA module: they differ between ranks, and rank 0 speaks for them."""
-
-
-def bare_names(module: nn.Module) -> dict[str, str]:
-    """Map each state_dict key of `module` to its name without wrappers (DDP, torch.compile), at any depth."""
-    prefixes = dict(_prefixes(module, "", ""))
-    names = {}
-    for key in module.state_dict():
-        owner, leaf = key, ""
-        while owner and owner + "." not in prefixes:
-            owner, _, last = owner.rpartition(".")
-            leaf = f"{last}.{leaf}" if leaf else last
-        names[key] = (prefixes[owner + "."] if owner else prefixes[""]) + leaf
-    if len(set(names.values())) != len(names):
-        raise UnstorableState("two entries of the model's state_dict have one name once wrappers are taken off")
-    return names
 
 
 def collect(objects: Objects) -> Snapshot:
@@ -131,7 +117,8 @@ def apply(objects: Objects, snapshot: Snapshot) -> list[str]:
             optimizer, i, document["optimizers"][i], snapshot.trainer, objects.model, bool(objects.schedulers)
         )
     for scheduler, saved in zip(objects.schedulers, document["schedulers"], strict=True):
-        scheduler.load_state_dict(decode(saved["state"], snapshot.tensors))
+        state = decode(saved["state"], snapshot.tensors)
+        load_by_group(scheduler, partial(scheduler.load_state_dict, state), partial(_homes, objects, document))
     scaler_state = decode(document["scaler"], snapshot.tensors)
     if _scaler_state(objects.scaler) is not None and scaler_state is not None:
         objects.scaler.load_state_dict(scaler_state)
@@ -142,30 +129,9 @@ def apply(objects: Objects, snapshot: Snapshot) -> list[str]:
     return notes
 
 
-def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Bare name of each parameter, by `id`. A parameter with several names gets its first."""
-    names = bare_names(model)
-    found: dict[int, str] = {}
-    for key, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), names[key])
-    return found
-
-
 def is_extra(value: Any) -> bool:
     """Whether `value` can be restored in place, as the entries of `extra` are."""
     return isinstance(value, dict | list) or (hasattr(value, "state_dict") and hasattr(value, "load_state_dict"))
-
-
-def _prefixes(module: nn.Module, full: str, bare: str) -> Iterator[tuple[str, str]]:
-    yield full, bare
-    # Not named_children(): it leaves out the second name of a shared child, whose keys state_dict() has.
-    for name, child in module._modules.items():
-        if child is None:
-            continue
-        wrapped = name == "_orig_mod" or (
-            name == "module" and isinstance(module, DistributedDataParallel | DataParallel | AveragedModel)
-        )
-        yield from _prefixes(child, f"{full}{name}.", bare if wrapped else f"{bare}{name}.")
 
 
 def _identity(tensor: torch.Tensor, name: str) -> Any:
@@ -355,6 +321,14 @@ def _match_groups(
             empty_twin = same_layout and not members and not saved["groups"][i]["params"]
             matches.append(i if empty_twin else None)
     return matches
+
+
+def _homes(objects: Objects, document: dict[str, Any], optimizer: Any) -> list[int | None]:
+    """As `_match_groups`, for the optimizer of a schedule; nothing for one that is not the manager's."""
+    for i, (mine, saved) in enumerate(zip(objects.optimizers, document["optimizers"], strict=False)):
+        if mine is optimizer:
+            return _match_groups(mine, i, saved, parameter_names(objects.model))
+    return []
 
 
 def _apply_optimizer(

@@ -18,7 +18,7 @@ from pimm_ray.errors import PimmRayError, RankMissing, RemoteRankError
 T = TypeVar("T")
 
 _FRAME = 4096
-_TAG = 7
+_TAG, _SIGNAL = 7, 8
 _GRACE = 10.0
 
 
@@ -40,7 +40,7 @@ class Ranks:
             )
         else:
             self.rank, self.world_size = 0, 1
-        self._pending_signal: tuple[Any, torch.Tensor] | None = None
+        self._pending_signal: tuple[dict[int, Any], torch.Tensor] | None = None
         if self.world_size > 1:
             # Two groups, because a receive that times out closes every connection of its gloo group: rank 0 still
             # has to tell the ranks that did come who is missing.
@@ -120,31 +120,50 @@ class Ranks:
 
     def signal(self, value: int) -> None:
         """Start sending rank 0's small int to all; collected by `collect_signal` one step later, so nobody waits."""
-        if self.world_size == 1:
-            self._pending_signal = (None, torch.tensor([value]))
-            return
         tensor = torch.tensor([value if self.rank == 0 else 0])
-        self._pending_signal = (dist.broadcast(tensor, src=0, group=self._down, async_op=True), tensor)
+        works: dict[int, Any] = {}
+        self._pending_signal = works, tensor
+        for rank in range(1, self.world_size) if self.rank == 0 else (0,):
+            try:
+                if self.rank == 0:
+                    works[rank] = dist.isend(tensor, rank, group=self._down, tag=_SIGNAL)
+                elif self.world_size > 1:
+                    works[rank] = dist.irecv(tensor, 0, group=self._down, tag=_SIGNAL)
+            except RuntimeError as error:
+                works[rank] = error
 
     def collect_signal(self) -> int:
         """The int that rank 0 passed to the last `signal` (0 when there was none)."""
         if self._pending_signal is None:
             return 0
-        work, tensor = self._pending_signal
+        works, tensor = self._pending_signal
         self._pending_signal = None
-        if work is not None:
+        deadline, lost = time.monotonic() + self.timeout, {}
+        for rank, work in works.items():
             try:
-                work.wait(timedelta(seconds=self.timeout))
+                if isinstance(work, RuntimeError):
+                    raise work
+                _finish(work, deadline)
             except RuntimeError as error:
-                raise RankMissing(f"step: rank 0 {_plight(error, self.timeout)}", ranks=[0]) from None
+                lost[rank] = _plight(error, self.timeout)
+        if lost:
+            said = "; ".join(f"rank {rank} {why}" for rank, why in lost.items())
+            raise RankMissing(f"step: {said}", ranks=[*lost])
         return int(tensor.item())
 
     def _lead(self, what: str, value: Any, on_zero: Callable[[list[Any]], Any]) -> Any:
         others = range(1, self.world_size)
         deadline = time.monotonic() + self.timeout
-        posted = {rank: _post_receive(self._up, rank) for rank in others}
-        values, lost, strayed = [value], {}, {}
+        posted, values, lost, strayed = {}, [value], {}, {}
         for rank in others:
+            try:
+                posted[rank] = _post_receive(self._up, rank)
+            except RuntimeError as error:  # gone already
+                lost[rank] = _plight(error, self.timeout)
+        for rank in others:
+            if rank in lost:
+                values.append(None)
+                continue
             try:
                 message = _finish_receive(self._up, rank, *posted[rank], deadline)
             except RuntimeError as error:
