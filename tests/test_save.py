@@ -128,7 +128,7 @@ def test_the_documents_have_exactly_the_keys_that_the_design_fixes(tmp_path):
         "schema", "version", "step", "epoch", "position", "trainer", "shape", "generation", "drops", "seed",
         "optimizers", "schedulers", "scaler", "extra", "loggers", "warm_start", "versions",
     }  # fmt: skip
-    assert set(state) == designed | {"id", "model", "ema", "replayed"}
+    assert set(state) == designed | {"id", "model", "ema", "replayed", "schedule_lag"}
     assert (state["schema"], state["version"]) == ("pimm_ray.checkpoint", 4)
     assert set(state["position"]) == {"epoch", "samples", "window"}
     trainer = {"epoch", "iter_in_epoch", "global_step", "samples_seen", "best_metric_value"}
