@@ -133,7 +133,7 @@ def test_the_documents_have_exactly_the_keys_that_the_design_fixes(tmp_path):
     assert set(state["position"]) == {"epoch", "samples", "window"}
     trainer = {"epoch", "iter_in_epoch", "global_step", "samples_seen", "best_metric_value"}
     assert set(state["trainer"]) == trainer
-    shape = {"world_size", "loader_workers", "global_batch", "micro_batch", "dataset_size", "order_id", "seed"}
+    shape = {"world_size", "loader_workers", "global_batch", "micro_batch", "dataset_size", "order_id", "seed", "share"}
     assert set(state["shape"]) == shape
     assert state["optimizers"][0]["class"] == "AdamW"
     names = [name for name, _ in Net().named_parameters()]
