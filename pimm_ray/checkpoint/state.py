@@ -369,7 +369,7 @@ def _apply_optimizer(
     states: dict[Any, Any] = dict(decode(saved["global"], tensors))
     by_parameter: list[tuple[torch.nn.Parameter, dict[str, Any]]] = []
     known = {name for group in saved["groups"] for name in group["params"]}
-    groups, used, fresh = [], set(), []
+    groups, fresh = [], []
     count = 0
     for group, match in zip(before, matches, strict=True):
         settings = {key: value for key, value in group.items() if key != "params"}
@@ -381,7 +381,6 @@ def _apply_optimizer(
         for parameter in group["params"]:
             name = names[id(parameter)]
             if name in saved["state"]:
-                used.add(name)
                 state = decode(saved["state"][name], tensors)
                 states[count] = state
                 by_parameter.append((parameter, state))
@@ -401,8 +400,9 @@ def _apply_optimizer(
                 optimizer.state[parameter][leaf] = value.to(live.device)
     if fresh:
         notes.append(f"optimizer.{index}: no saved state for {_some(fresh)}: starts fresh")
-    if dropped := sorted(saved["state"].keys() - used):
-        notes.append(f"optimizer.{index}: saved state of {_some(dropped)} is not used: not optimized now")
+    now = {names[id(parameter)] for group in before for parameter in group["params"]}
+    if left := sorted(known - now):
+        notes.append(f"optimizer.{index}: saved state of {_some(left)} is not used: not optimized now")
     return notes
 
 
