@@ -217,6 +217,8 @@ class CheckpointManager:
         """
         self._require_resume()
         self._metrics = check_metrics(metrics)
+        if self._progress.idle and self._feed.cursor.loader is not None:
+            self._warn_of_unseen_batches()
         self._progress.commit()
         self._feed.commit()
         signal = self._runtime.collect_signal()
@@ -425,6 +427,11 @@ class CheckpointManager:
         if name is None or self._keep.score(metrics) <= (-math.inf if best is None else self._keep.score({name: best})):
             return best
         return float(metrics[name])
+
+    def _warn_of_unseen_batches(self) -> None:
+        if not self._warned and self._runtime.rank == 0:
+            logger.warning("step() without a batch from manager.batches(): the data position is not kept; iterate that")
+        self._warned = True
 
     def _refuse_or_warn(self) -> None:
         kind = type(self._feed.cursor.loader).__name__

@@ -73,6 +73,11 @@ class Progress:
         return self.handed_last and not self.open_batches
 
     @property
+    def idle(self) -> bool:
+        """Whether this epoch has handed out no batch at all."""
+        return not self.batches and not self.open_batches
+
+    @property
     def within_epoch(self) -> bool:
         return self.window > 0 and not self.at_last_batch
 

@@ -7,14 +7,15 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     WeightedRandomSampler,
     get_worker_info,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from pimm_ray import find_checkpoint
-from tests.jobs import Break, Job, assert_continues, broken, distributed, shuffled, twin
+from pimm_ray import CheckpointManager, find_checkpoint
+from tests.jobs import Break, Job, Numbers, assert_continues, broken, distributed, shuffled, twin
 
 
 def generator():
@@ -239,3 +240,43 @@ def test_without_a_loader_the_counters_say_where_the_loop_goes_on(tmp_path, loop
     assert_continues(twin(job), [record], at=8)
     assert "the data position is yours to keep" in record.plan.explain()
     assert find_checkpoint(tmp_path).step == 8
+
+
+class Ragged(Numbers):
+    """Its items begin with a list that is often empty, so that nobody can count the samples of a batch."""
+
+    def __getitem__(self, index):
+        return [], super().__getitem__(index)
+
+
+def ragged_batches():
+    def collate(items):
+        return [part for parts, _ in items for part in parts], [item[0] for _, item in items]
+
+    data = Ragged(20, augment=False)
+    return StatefulDataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 2, False), collate_fn=collate)
+
+
+def test_batches_whose_samples_nobody_can_count_are_not_handed_out_again(tmp_path):
+    def attempt(stop):
+        manager = CheckpointManager(model=torch.nn.Linear(1, 1), loader=ragged_batches(), storage=tmp_path)
+        manager.resume()
+        seen = []
+        for _, ids in manager.batches():
+            seen += ids
+            manager.step()
+            if len(seen) == stop:
+                manager.save()
+                return seen
+        return seen
+
+    assert attempt(6) + attempt(None) == [*range(20)]
+
+
+def test_a_loop_that_goes_around_the_manager_s_batches_is_told(tmp_path, caplog):
+    loader = ragged_batches()
+    manager = CheckpointManager(model=torch.nn.Linear(1, 1), loader=loader, storage=tmp_path)
+    manager.resume()
+    for _ in loader:
+        manager.step()
+    assert caplog.text.count("step() without a batch from manager.batches()") == 1

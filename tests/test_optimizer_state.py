@@ -265,6 +265,13 @@ def test_a_parameter_that_joins_the_optimizer_starts_fresh_and_one_that_leaves_i
     assert momenta(now).keys() == {"first.weight", "last.weight"}
 
 
+def test_a_parameter_that_leaves_an_optimizer_without_state_is_said_too(tmp_path):
+    saved, now = (grouped(*[([name], {}) for name in names], momentum=0) for names in (("first", "last"), ("first",)))
+    train(saved.model, saved.optimizers[0], 1)
+    notes = apply(now, through_disk(saved, tmp_path / "c"))
+    assert notes == ["optimizer.0: saved state of last.weight is not used: not optimized now"]
+
+
 def test_one_more_group_than_saved_starts_fresh_with_its_own_settings(tmp_path):
     saved = grouped((["first"], {"lr": 0.125}), (["second"], {"lr": 0.25}))
     train(saved.model, saved.optimizers[0], 1)

@@ -454,3 +454,48 @@ def test_nothing_in_a_folder_is_a_pickle_or_a_zip(tmp_path):
     files = [path for path in (tmp_path / "c").rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".json", ".safetensors"}
     assert not any(path.read_bytes()[:2] in (b"\x80\x02", b"\x80\x04", b"PK") for path in files)
+
+
+class Copied(nn.Module):
+    """Its state_dict() holds a copy of the weight, not the weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.inner._register_state_dict_hook(self._copy)
+
+    @staticmethod
+    def _copy(module, state, prefix, metadata):
+        state[prefix + "weight"] = state[prefix + "weight"].clone()
+
+
+def test_a_module_whose_state_dict_gives_copies_is_restored_all_the_same(tmp_path):
+    saved, now = Copied(), Copied()
+    apply(Objects(model=now), through_disk(Objects(model=saved), tmp_path / "c"))
+    assert torch.equal(now.inner.weight, saved.inner.weight)
+
+
+def test_a_model_that_leaves_frozen_parameters_out_of_its_state_dict_is_saved_as_it_says(tmp_path):
+    def leave_out(module, state, prefix, metadata):
+        for key in [key for key in state if "frozen" in key]:
+            del state[key]
+
+    def make():
+        model = nn.ModuleDict({"frozen": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+        model.register_state_dict_post_hook(leave_out)
+        return Objects(model=model, optimizers=[torch.optim.SGD(model["head"].parameters(), lr=0.1)])
+
+    saved, now = make(), make()
+    apply(now, through_disk(saved, tmp_path / "c"))
+    assert torch.equal(now.model["head"].weight, saved.model["head"].weight)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "csr", "meta", "lazy"])
+def test_a_tensor_without_dense_data_is_refused_by_name(kind):
+    model = nn.ModuleDict({"part": nn.LazyLinear(2) if kind == "lazy" else nn.Linear(2, 2)})
+    if kind != "lazy":
+        eye = torch.eye(3)
+        odd = {"sparse": eye.to_sparse, "csr": eye.to_sparse_csr, "meta": lambda: eye.to("meta")}[kind]()
+        model["part"].register_buffer("weight_map", odd)
+    with pytest.raises(UnstorableState, match=r"^model\.part\.weight"):
+        collect(Objects(model=model))

@@ -31,7 +31,8 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
     names = bare_names(model)
     found: dict[int, str] = {}
     for key, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), names[key])
+        if key in names:  # a hook of state_dict() may leave it out
+            found.setdefault(id(parameter), names[key])
     return found
 
 

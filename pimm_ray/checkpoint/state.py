@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pimm_ray.checkpoint.codec import decode, encode
 from pimm_ray.checkpoint.names import bare_names, parameter_names
@@ -65,6 +66,7 @@ def collect(objects: Objects) -> Snapshot:
         if not isinstance(value, torch.Tensor):
             extra_state[name] = encode(value, f"model.{name}", tensors)
             continue
+        _require_data(value, f"model.{name}")
         first = owners.setdefault(_identity(value, name), name)
         if first != name:
             aliases[name] = first
@@ -109,7 +111,8 @@ def apply(objects: Objects, snapshot: Snapshot) -> list[str]:
         for key, target in live.items():
             if isinstance(target, torch.Tensor):
                 target.copy_(snapshot.weights[aliases.get(names[key], names[key])])
-    if extra_state:
+    # A module whose state_dict() gives copies takes them back in load_state_dict() only.
+    if extra_state or _gives_copies(objects.model, live):
         full = {key: extra_state.get(names[key], value) for key, value in live.items()}
         objects.model.load_state_dict(full)
     for i, optimizer in enumerate(objects.optimizers):
@@ -132,6 +135,25 @@ def apply(objects: Objects, snapshot: Snapshot) -> list[str]:
 def is_extra(value: Any) -> bool:
     """Whether `value` can be restored in place, as the entries of `extra` are."""
     return isinstance(value, dict | list) or (hasattr(value, "state_dict") and hasattr(value, "load_state_dict"))
+
+
+def _require_data(tensor: torch.Tensor, key: str) -> None:
+    if is_lazy(tensor):
+        raise UnstorableState(f"{key} is not initialised: run one batch through the lazy module first", key=key)
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        what = "a meta tensor, which has no data" if tensor.is_meta else f"of layout {tensor.layout}"
+        raise UnstorableState(
+            f"{key} is {what}: only dense tensors can be stored; register_buffer(..., persistent=False) leaves it out",
+            key=key,
+        )
+
+
+def _gives_copies(model: nn.Module, live: Mapping[str, Any]) -> bool:
+    again = model.state_dict()
+    return any(
+        isinstance(value, torch.Tensor) and _identity(value, key) != _identity(again[key], key)
+        for key, value in live.items()
+    )
 
 
 def _identity(tensor: torch.Tensor, name: str) -> Any:
@@ -228,6 +250,7 @@ def _check(objects: Objects, snapshot: Snapshot) -> list[str]:
             if name not in extra_state:
                 missing.append(f"model.{name}")
             continue
+        _require_data(value, f"model.{name}")
         stored = snapshot.weights.get(aliases.get(name, name))
         if stored is None:
             missing.append(f"model.{name}")
@@ -346,7 +369,7 @@ def _apply_optimizer(
     states: dict[Any, Any] = dict(decode(saved["global"], tensors))
     by_parameter: list[tuple[torch.nn.Parameter, dict[str, Any]]] = []
     known = {name for group in saved["groups"] for name in group["params"]}
-    groups, used, fresh = [], set(), []
+    groups, fresh = [], []
     count = 0
     for group, match in zip(before, matches, strict=True):
         settings = {key: value for key, value in group.items() if key != "params"}
@@ -358,7 +381,6 @@ def _apply_optimizer(
         for parameter in group["params"]:
             name = names[id(parameter)]
             if name in saved["state"]:
-                used.add(name)
                 state = decode(saved["state"][name], tensors)
                 states[count] = state
                 by_parameter.append((parameter, state))
@@ -378,8 +400,9 @@ def _apply_optimizer(
                 optimizer.state[parameter][leaf] = value.to(live.device)
     if fresh:
         notes.append(f"optimizer.{index}: no saved state for {_some(fresh)}: starts fresh")
-    if dropped := sorted(saved["state"].keys() - used):
-        notes.append(f"optimizer.{index}: saved state of {_some(dropped)} is not used: not optimized now")
+    now = {names[id(parameter)] for group in before for parameter in group["params"]}
+    if left := sorted(known - now):
+        notes.append(f"optimizer.{index}: saved state of {_some(left)} is not used: not optimized now")
     return notes
 
 

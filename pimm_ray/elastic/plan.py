@@ -159,7 +159,9 @@ def plan_resume(saved: RunShape, now: RunShape, policy: ElasticPolicy, position:
             + ": set the batch size or accumulation so that it stays, or scale the learning rate"
         )
     cursor: Literal["start", "kept", "dropped"]
-    if position.samples == 0:
+    # Batches of a kind that nobody can count make no samples, but a window that is over.
+    counted = elastic or position.window == 0 or None in (saved.order_id, now.order_id)
+    if position.samples == 0 and counted:
         cursor = "start"
     elif policy.cursor == "drop":
         cursor, reason = "dropped", "; ".join([*changes, "ElasticPolicy(cursor='drop')"])
