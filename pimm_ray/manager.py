@@ -120,7 +120,7 @@ class CheckpointManager:
         self._asked: tuple[str, Mapping[str, Any]] | None = None
         self._metrics: dict[str, Any] = {}
         self._saved_at = time.monotonic()
-        self._warned = False
+        self._warned: set[str] = set()
 
     @property
     def state(self) -> TrainState:
@@ -218,7 +218,7 @@ class CheckpointManager:
         self._require_resume()
         self._metrics = check_metrics(metrics)
         if self._progress.idle and self._feed.cursor.loader is not None:
-            self._warn_of_unseen_batches()
+            self._warn_once("step() without a batch of manager.batches(): the data position is not kept; iterate that")
         self._progress.commit()
         self._feed.commit()
         signal = self._runtime.collect_signal()
@@ -428,11 +428,6 @@ class CheckpointManager:
             return best
         return float(metrics[name])
 
-    def _warn_of_unseen_batches(self) -> None:
-        if not self._warned and self._runtime.rank == 0:
-            logger.warning("step() without a batch from manager.batches(): the data position is not kept; iterate that")
-        self._warned = True
-
     def _refuse_or_warn(self) -> None:
         kind = type(self._feed.cursor.loader).__name__
         if self._elastic.cursor == "fail":
@@ -440,12 +435,15 @@ class CheckpointManager:
                 f"a save in mid-epoch cannot keep the position of a {kind} and ElasticPolicy(cursor='fail') forbids to "
                 "drop it: use torchdata's StatefulDataLoader, or save at the end of epochs"
             )
-        if not self._warned and self._runtime.rank == 0:
-            logger.warning(
-                "a %s cannot tell its position: a resume from this save restarts the epoch (torchdata's "
-                "StatefulDataLoader can)", kind,
-            )  # fmt: skip
-        self._warned = True
+        self._warn_once(
+            f"a {kind} cannot tell its position: a resume from this save restarts the epoch (torchdata's "
+            "StatefulDataLoader can)"
+        )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned and self._runtime.rank == 0:
+            logger.warning(text)
+        self._warned.add(text)
 
 
 def _as_list(value: Any) -> list[Any]:

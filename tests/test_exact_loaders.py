@@ -279,4 +279,4 @@ def test_a_loop_that_goes_around_the_manager_s_batches_is_told(tmp_path, caplog)
     manager.resume()
     for _ in loader:
         manager.step()
-    assert caplog.text.count("step() without a batch from manager.batches()") == 1
+    assert caplog.text.count("step() without a batch of manager.batches()") == 1
