@@ -169,6 +169,14 @@ def test_per_rank_at_the_same_number_of_workers_as_before_keeps_the_batch_that_t
     assert records[0].plan.lr_factor == 1
 
 
+def test_per_rank_comes_back_to_the_batch_that_the_run_began_with(tmp_path: Path) -> None:
+    """Two and a half samples a rank: one rank alone takes two, and four of them ten again, not eight."""
+    job = Job(length=50, batch=10, epochs=1, every=1, schedule=None, policy=ElasticPolicy(batch="per_rank"))
+    broken(tmp_path, job, (4, Kill(2)), (1, Kill(4)), last=4)
+    sizes = [{len(step.ids) for step in history(tmp_path) if step.attempt == number} for number in range(3)]
+    assert sizes == [{10}, {2}, {10}]
+
+
 def test_per_rank_with_batches_that_do_not_divide_ends_within_the_schedule(tmp_path: Path) -> None:
     """Rounding makes more steps than the schedule was given: it holds its end instead of raising or rising again."""
     job = Job(length=53, batch=16, epochs=3, tail="even", every=1, policy=ElasticPolicy(batch="per_rank"))
