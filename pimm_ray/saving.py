@@ -81,7 +81,9 @@ class Saver:
 
         def plan() -> dict[str, Any]:
             shares.append(make())
-            return {"fingerprint": shares[0].fingerprint, "counts": counts, "metrics": plain_metrics(metrics)}
+            share = shares[0]
+            alike = {"fingerprint": share.fingerprint, "sample": share.sample if runtime.world_size > 1 else ""}
+            return {**alike, "counts": counts, "metrics": plain_metrics(metrics)}
 
         def open_folder(plans: list[dict[str, Any]]) -> dict[str, Any]:
             odd = [rank for rank, p in enumerate(plans) if p["fingerprint"] != plans[0]["fingerprint"]]
@@ -89,6 +91,12 @@ class Saver:
                 raise StateMismatch(
                     f"{what}: ranks {odd} hold other tensors (names, shapes or dtypes) than rank 0; every rank must "
                     "have the same model and optimizer state"
+                )
+            odd = [rank for rank, p in enumerate(plans) if p["sample"] != plans[0]["sample"]]
+            if odd:
+                raise StateMismatch(
+                    f"{what}: ranks {odd} hold other values of the parameters than rank 0, and the checkpoint would be "
+                    "a mixture: wrap the model in DistributedDataParallel, or average the ranks before the save"
                 )
             after = CheckpointName.parse(self.newest.name) if self.newest else None
             name = str(CheckpointName.new(step, self._attempt, after))

@@ -25,6 +25,8 @@ def steps(rank, storage, workers, stop=None):
     """Samples of this rank by step, and the next draw of the global stream."""
     torch.manual_seed(7 + rank)
     model = torch.nn.Linear(1, 1)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
     elastic = ElasticLoader(Numbers(), 8, micro_batch_size=3, tail="even")
     loader = StatefulDataLoader(elastic.dataset, batch_sampler=elastic.batch_sampler, num_workers=workers)
     manager = CheckpointManager(

@@ -12,7 +12,7 @@ import xxhash
 from pimm_ray.checkpoint import layout
 from pimm_ray.checkpoint.codec import decode, encode
 from pimm_ray.checkpoint.layout import FileEntry, Manifest
-from pimm_ray.checkpoint.shards import Piece, ShardIndex, spec_of, split_rows, split_whole, write_shard
+from pimm_ray.checkpoint.shards import Piece, ShardIndex, raw_bytes, spec_of, split_rows, split_whole, write_shard
 from pimm_ray.checkpoint.state import Snapshot
 from pimm_ray.checkpoint.store import Store
 from pimm_ray.errors import CorruptCheckpoint, UnstorableState
@@ -47,6 +47,20 @@ class Share:
         shares = [*(pieces for _, _, pieces in self._weights), *self._trainer]
         plan = [[(piece.spec.key, piece.spec.shape, str(piece.spec.dtype)) for piece in share] for share in shares]
         return xxhash.xxh3_64_hexdigest(json.dumps(plan).encode())
+
+    @property
+    def sample(self) -> str:
+        """A digest of one number of each parameter: unequal when ranks train models of their own, of which a checkpoint
+        would be a mixture. Reads these numbers from the device, all at once."""
+        firsts: dict[Any, list[torch.Tensor]] = {}
+        for name in sorted(self.snapshot.parameters):
+            tensor = self.snapshot.weights[name]
+            if tensor.numel():
+                firsts.setdefault((tensor.device, tensor.dtype), []).append(tensor[(-1,) * tensor.dim()])
+        digest = xxhash.xxh3_64()
+        for tensors in firsts.values():
+            digest.update(raw_bytes(torch.stack(tensors)))
+        return digest.hexdigest()
 
     def write(self, store: Store, id: str) -> list[FileEntry]:
         """Write this rank's files into an existing folder. Rank 0's `state.json` is written by `write_state`."""
