@@ -93,11 +93,11 @@ class Saver:
                     "have the same model and optimizer state"
                 )
             odd = [rank for rank, p in enumerate(plans) if p["sample"] != plans[0]["sample"]]
-            if odd:
-                raise StateMismatch(
-                    f"{what}: ranks {odd} hold other values of the parameters than rank 0, and the checkpoint would be "
-                    "a mixture: wrap the model in DistributedDataParallel, or average the ranks before the save"
-                )
+            if odd:  # no error: ranks on unlike devices may drift by rounding, and their run must not lose its saves
+                logger.warning(
+                    "%s: ranks %s hold other values of the parameters than rank 0: the checkpoint is a mixture. Wrap "
+                    "the model in DistributedDataParallel, or average the ranks before the save", what, odd,
+                )  # fmt: skip
             after = CheckpointName.parse(self.newest.name) if self.newest else None
             name = str(CheckpointName.new(step, self._attempt, after))
             prepare(runtime.store.child(name))
