@@ -219,8 +219,8 @@ class CheckpointManager:
         self._metrics = check_metrics(metrics)
         if self._progress.idle and self._feed.cursor.loader is not None:
             self._warn_once("step() without a batch of manager.batches(): the data position is not kept; iterate that")
-        self._progress.commit()
         self._feed.commit()
+        self._progress.commit()
         signal = self._runtime.collect_signal()
         policy = self._save_policy
         if self._asked is None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from pimm_ray import CheckpointManager, ElasticLoader, SavePolicy
+from pimm_ray import CheckpointManager, ElasticLoader, SavePolicy, errors
 from tests.ranks import die, run_ranks, try_ranks
 
 SAMPLES = 53
@@ -74,3 +74,13 @@ def test_on_the_same_ranks_it_goes_on_as_its_twin_with_the_twins_random_stream(t
     for (seen, _, draws), (twin_seen, _, twin_draws) in zip(outcomes, whole, strict=True):
         assert seen == {step: twin_seen[step] for step in seen}
         assert torch.equal(draws, twin_draws)
+
+
+def test_a_step_in_the_middle_of_a_window_is_refused(tmp_path):
+    elastic = ElasticLoader(Numbers(), 8, micro_batch_size=3)
+    manager = CheckpointManager(model=torch.nn.Linear(1, 1), loader=elastic, storage=tmp_path)
+    manager.resume()
+    next(iter(manager.batches()))
+    with pytest.raises(errors.PimmRayError, match="in the middle of a window"):
+        manager.step()
+    assert manager.state.global_step == 0

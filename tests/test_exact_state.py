@@ -208,3 +208,9 @@ def test_no_seed_means_one_that_is_drawn_once_for_all_ranks_and_kept(tmp_path):
     [(elsewhere, _)] = run_ranks(1, seeded, str(tmp_path / "elsewhere"), None, group=False)
     assert elsewhere != drawn
     assert f"seed {drawn} of the checkpoint holds, not 5" in run_ranks(2, seeded, str(tmp_path), 5)[0][1]
+
+
+@pytest.mark.parametrize("wrong", [{"model": [nn.Linear(1, 1)]}, {"optimizer": {"g": None}}])
+def test_objects_of_the_wrong_kind_are_named_at_once(tmp_path, wrong):
+    with pytest.raises(TypeError, match="give one"):
+        CheckpointManager(**{"model": nn.Linear(1, 1), "storage": tmp_path, **wrong})

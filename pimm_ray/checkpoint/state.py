@@ -33,6 +33,13 @@ class Objects:
     ema: Any = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise TypeError(f"model is a {type(self.model).__name__}: give one nn.Module (nn.ModuleDict joins several)")
+        for optimizer in self.optimizers:
+            if not hasattr(optimizer, "param_groups"):
+                raise TypeError(f"{type(optimizer).__name__} is no optimizer: give one, or a list of them")
+
 
 @dataclass(frozen=True)
 class Snapshot:

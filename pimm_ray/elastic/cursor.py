@@ -12,7 +12,7 @@ from pimm_ray.elastic.loader import ElasticLoader, MicroBatches
 from pimm_ray.elastic.own_loader import LoaderCursor
 from pimm_ray.elastic.plan import Position, RunShape
 from pimm_ray.elastic.windowed import WindowedLoader
-from pimm_ray.errors import WorldSizeError
+from pimm_ray.errors import PimmRayError, WorldSizeError
 
 
 def cursor_for(loader: Any) -> LoaderCursor:
@@ -67,6 +67,11 @@ class PositionCursor(LoaderCursor):
         return replace(counted, epoch=epoch, samples=samples)
 
     def commit(self) -> None:
+        if self.loader.step_samples and not self.loader.step_done:
+            raise PimmRayError(
+                "manager.step() in the middle of a window: step and call it `if loader.step_done:` only, or "
+                "the position would fall behind the steps"
+            )
         self.loader.commit()
 
     def set_epoch(self, epoch: int, drops: int, seed: int, *, final: bool = False) -> bool:
