@@ -53,7 +53,7 @@ def train_loop(config: dict[str, Any]) -> None:
     model = prepare_model(nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 10)).double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loader = ElasticLoader(dataset, BATCH, micro_batch_size=24, tail="carry", seed=0)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=loader.total_steps(EPOCHS) + 1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=loader.total_steps(EPOCHS))
     manager = CheckpointManager(
         model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, save=SavePolicy(every_steps=5)
     )
