@@ -110,6 +110,16 @@ class Saver:
 
         agreed = Agreed(**runtime.agree(what, plan, open_folder))
         store, share = runtime.store.child(agreed.name), shares[0]
+        facts: dict[str, Any] = {
+            "id": agreed.id,
+            "parent": self._parent,
+            "step": step,
+            "epoch": epoch,
+            "attempt": self._attempt,
+            "world_size": runtime.world_size,
+            "reason": reason,
+            "metrics": agreed.metrics,
+        }
 
         def write() -> list[dict[str, Any]]:
             entries = share.write(store, agreed.id)
@@ -119,18 +129,7 @@ class Saver:
 
         def publish(written: list[list[dict[str, Any]]]) -> dict[str, Any]:
             files = tuple(FileEntry(**{**e, "xxh3": tuple(e["xxh3"])}) for part in written for e in part)
-            manifest = Manifest(
-                id=agreed.id,
-                parent=self._parent,
-                step=step,
-                epoch=epoch,
-                attempt=self._attempt,
-                world_size=runtime.world_size,
-                created=time.time(),
-                reason=reason,
-                metrics=agreed.metrics,
-                files=files,
-            )
+            manifest = Manifest(**facts, created=time.time(), files=files)
             commit(store, manifest)
             spaced = time.monotonic() - self._reported_at >= runtime.report_spacing
             return {"created": manifest.created, "bytes": sum(entry.bytes for entry in files), "report": spaced}
@@ -141,18 +140,7 @@ class Saver:
             self._discard(store)
             raise
         info = CheckpointInfo(
-            path=store.path,
-            filesystem=store.filesystem,
-            id=agreed.id,
-            step=step,
-            epoch=epoch,
-            attempt=self._attempt,
-            world_size=runtime.world_size,
-            created=done["created"],
-            bytes=done["bytes"],
-            reason=reason,
-            parent=self._parent,
-            metrics=agreed.metrics,
+            path=store.path, filesystem=store.filesystem, created=done["created"], bytes=done["bytes"], **facts
         )
         self._parent, self.newest = info.id, info
         self._ours.add(info.name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -18,8 +17,6 @@ from pimm_ray.elastic.sample_rng import SeededCollate, SeededDataset
 from pimm_ray.elastic.windowed import WindowedLoader, to_device
 from pimm_ray.elastic.windows import Tail, Windows, near_equal
 from pimm_ray.errors import DataChanged
-
-logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 15
 _KIND = "pimm_ray.elastic"
@@ -91,7 +88,7 @@ class ElasticLoader(WindowedLoader):
         device: torch.device | str | None = None,
         **arguments: Any,
     ):
-        self._refuse(dataset, global_batch_size, micro_batch_size, tail, arguments)
+        self._refuse(dataset, tail, arguments)
         super().__init__(
             global_batch_size,
             micro_batch_size,
@@ -101,6 +98,11 @@ class ElasticLoader(WindowedLoader):
             count=count,
             device=device,
         )
+        if global_batch_size > len(dataset):
+            raise ValueError(
+                f"global_batch_size={global_batch_size} is larger than the data set ({len(dataset)} samples): use a "
+                "smaller one"
+            )
         self.dataset = dataset
         if weights is not None and len(weights) != len(dataset):
             raise ValueError(f"weights= has {len(weights)} entries for {len(dataset)} samples: give one a sample")
@@ -123,14 +125,9 @@ class ElasticLoader(WindowedLoader):
             generator=self._generator,
             **arguments,
         )
-        if self.rank == 0 and self.world_size > global_batch_size:
-            logger.warning(
-                "%d ranks share global batches of %d samples: %d of them work with weight 0",
-                self.world_size, global_batch_size, self.world_size - global_batch_size,
-            )  # fmt: skip
 
     @staticmethod
-    def _refuse(dataset: Any, batch: Any, micro: Any, tail: Any, arguments: Mapping[str, Any]) -> None:
+    def _refuse(dataset: Any, tail: Any, arguments: Mapping[str, Any]) -> None:
         for name in _OURS:
             if name in arguments:
                 raise TypeError(
@@ -147,15 +144,6 @@ class ElasticLoader(WindowedLoader):
             raise TypeError(
                 f"{type(dataset).__name__} has no length or no items by number, so it has no order: ElasticLoader "
                 "needs a map-style data set with __len__ and __getitem__"
-            )
-        for name, value in (("global_batch_size", batch), ("micro_batch_size", micro)):
-            if name == "micro_batch_size" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"ElasticLoader({name}={value!r}): use a whole number of samples above 0")
-        if batch > len(dataset):
-            raise ValueError(
-                f"global_batch_size={batch} is larger than the data set ({len(dataset)} samples): use a smaller one"
             )
         if tail not in ("drop", "even", "carry"):
             raise ValueError(f"ElasticLoader(tail={tail!r}): use 'drop', 'even' or 'carry'")

@@ -122,7 +122,7 @@ class ElasticStream(WindowedLoader):
         device: torch.device | str | None = None,
         **arguments: Any,
     ):
-        self._refuse(global_batch_size, micro_batch_size, tail, arguments)
+        self._refuse(tail, arguments)
         super().__init__(
             global_batch_size,
             micro_batch_size,
@@ -169,7 +169,7 @@ class ElasticStream(WindowedLoader):
             self._warn()
 
     @staticmethod
-    def _refuse(batch: Any, micro: Any, tail: Any, arguments: Mapping[str, Any]) -> None:
+    def _refuse(tail: Any, arguments: Mapping[str, Any]) -> None:
         for name in _OURS:
             if name in arguments:
                 raise TypeError(
@@ -183,21 +183,12 @@ class ElasticStream(WindowedLoader):
             )
         if arguments.get("in_order") is False:
             raise ValueError("ElasticStream(in_order=False) would lose the position: leave in_order at True")
-        for name, value in (("global_batch_size", batch), ("micro_batch_size", micro)):
-            unset = value is None and name == "micro_batch_size"
-            if not unset and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"ElasticStream({name}={value!r}): use a whole number of samples above 0")
         if tail not in ("even", "drop"):
             raise ValueError(f"ElasticStream(tail={tail!r}): use 'even' or 'drop'")
 
     def _warn(self) -> None:
         ranks, workers = self.world_size, self._workers
-        if ranks > self.global_batch_size:
-            logger.warning(
-                "%d ranks share global batches of %d samples: %d of them work with weight 0",
-                ranks, self.global_batch_size, ranks - self.global_batch_size,
-            )  # fmt: skip
-        elif self.length is None and len(self.shards) < ranks * workers:
+        if ranks <= self.global_batch_size and self.length is None and len(self.shards) < ranks * workers:
             logger.warning(
                 "%d shards of unknown length for %d ranks with %d readers each: some have none. Give length=, so that "
                 "shards can be cut, or more shards", len(self.shards), ranks, workers,

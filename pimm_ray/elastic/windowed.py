@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,8 @@ import torch.distributed as dist
 
 from pimm_ray.elastic.plan import ELASTIC
 from pimm_ray.elastic.windows import Tail, Windows, micro_batches
+
+logger = logging.getLogger(__name__)
 
 
 class WindowedLoader(ABC):
@@ -29,6 +32,10 @@ class WindowedLoader(ABC):
         count: Callable[[Any], int] | None,
         device: torch.device | str | None,
     ):
+        for name, value in (("global_batch_size", global_batch_size), ("micro_batch_size", micro_batch_size)):
+            unset = value is None and name == "micro_batch_size"
+            if not unset and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{type(self).__name__}({name}={value!r}): use a whole number of samples above 0")
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.seed, self.tail, self.num_workers = seed, tail, num_workers
         self._epoch = self._samples = self._restarts = 0
@@ -41,6 +48,11 @@ class WindowedLoader(ABC):
         self._device = torch.device(device) if device is not None else None
         self._generator = torch.Generator()
         self._group: Any = None
+        if self.rank == 0 and self.world_size > global_batch_size:
+            logger.warning(
+                "%d ranks share global batches of %d samples: %d of them work with weight 0",
+                self.world_size, global_batch_size, self.world_size - global_batch_size,
+            )  # fmt: skip
 
     @property
     @abstractmethod
