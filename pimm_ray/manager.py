@@ -152,6 +152,7 @@ class CheckpointManager:
             raise PimmRayError("resume() was called twice: call it once, before the loop")
         runtime = self._runtime
         given = checkpoint if checkpoint is not None else runtime.given_checkpoint
+        runtime.claim()
         choice = choose(runtime, given)
         if choice.store is None:
             drawn = self._given_seed if self._given_seed is not None else secrets.randbits(31)
@@ -272,6 +273,7 @@ class CheckpointManager:
             self._save("finish", {})
         self._runtime.collect_signal()
         saver.drain(self._metrics)
+        self._runtime.release()
 
     @property
     def _checked_saver(self) -> Saver:

@@ -130,6 +130,7 @@ class Saver:
         def publish(written: list[list[dict[str, Any]]]) -> dict[str, Any]:
             files = tuple(FileEntry(**{**e, "xxh3": tuple(e["xxh3"])}) for part in written for e in part)
             manifest = Manifest(**facts, created=time.time(), files=files)
+            runtime.check_claim()
             commit(store, manifest)
             spaced = time.monotonic() - self._reported_at >= runtime.report_spacing
             return {"created": manifest.created, "bytes": sum(entry.bytes for entry in files), "report": spaced}

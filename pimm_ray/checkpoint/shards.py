@@ -157,12 +157,13 @@ def write_shard(
             "loader's state with long lists or arrays; keep these as tensors"
         )
 
-    def chunks() -> Iterator[memoryview | bytes]:
-        yield len(text).to_bytes(8, "little") + text
-        for piece in pieces:
-            yield raw_bytes(piece.of(tensors[piece.spec.key]))
+    class Chunks(Iterable[memoryview | bytes]):
+        def __iter__(self) -> Iterator[memoryview | bytes]:
+            yield len(text).to_bytes(8, "little") + text
+            for piece in pieces:
+                yield raw_bytes(piece.of(tensors[piece.spec.key]))
 
-    return store.write(name, chunks())
+    return store.write(name, Chunks())
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:

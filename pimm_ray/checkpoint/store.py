@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import errno
+import logging
 import os
 import secrets
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow.fs as pafs
 import xxhash
@@ -16,12 +19,26 @@ import xxhash
 from pimm_ray.checkpoint.layout import BLOCK, FileEntry
 from pimm_ray.errors import PimmRayError, StorageError
 
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+PAUSES = (0.1, 0.4, 1.5)
+"""Seconds to wait before each further try of an operation that may pass the next time."""
+_LASTING = {
+    getattr(errno, name)
+    for name in (
+        "EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EFBIG", "ENAMETOOLONG", "ENOTDIR", "EISDIR", "EEXIST",
+        "ENOTEMPTY", "EINVAL", "ELOOP", "EMFILE", "ENXIO",
+    )
+}  # fmt: skip
+_LASTING_WORDS = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "NO_SUCH_BUCKET")
+
 
 class Store:
     """The folder `path` of `filesystem`. All other paths are relative to it, with `/` between parts.
 
     Works by open, write, list and delete alone, so it fits object stores; `LocalStore` adds what only a POSIX
-    filesystem has (fsync, rename, hard links).
+    filesystem has (fsync, rename, hard links). What fails in passing is tried again, up to `len(PAUSES)` times.
     """
 
     def __init__(self, filesystem: pafs.FileSystem, path: str):
@@ -31,7 +48,9 @@ class Store:
         return f"{self.filesystem.type_name}:{self.path}"
 
     def child(self, name: str) -> Store:
-        return type(self)(self.filesystem, self.full(name))
+        child = copy.copy(self)
+        child.path = self.full(name)
+        return child
 
     def full(self, name: str) -> str:
         return f"{self.path}/{name}"
@@ -48,8 +67,8 @@ class Store:
         return {info.path.strip("/")[len(base) :].lstrip("/"): info.size for info in found}
 
     def exists(self, name: str = "") -> bool:
-        with self._reporting("look at", name):
-            info = self.filesystem.get_file_info(self.full(name) if name else self.path)
+        path = self.full(name) if name else self.path
+        info = self._try("look at", name, lambda: self.filesystem.get_file_info(path))
         return bool(info.type != pafs.FileType.NotFound)
 
     def read(self, name: str, *, limit: int | None = None) -> bytes:
@@ -59,10 +78,14 @@ class Store:
             FileNotFoundError: there is none.
             StorageError: it is larger than `limit` bytes, or reading failed.
         """
-        with self._reporting("read", name), self.filesystem.open_input_file(self.full(name)) as file:
-            if limit is not None and file.size() > limit:
-                raise StorageError(f"{self.full(name)} has {file.size()} bytes, more than the {limit} it may have")
-            return bytes(file.read())
+
+        def read() -> bytes:
+            with self.filesystem.open_input_file(self.full(name)) as file:
+                if limit is not None and file.size() > limit:
+                    raise StorageError(f"{self.full(name)} has {file.size()} bytes, more than the {limit} it may have")
+                return bytes(file.read())
+
+        return self._try("read", name, read)
 
     def read_into(self, name: str, ranges: Iterable[tuple[int, memoryview]]) -> None:
         """Fill each buffer with the bytes that start at its offset.
@@ -70,37 +93,43 @@ class Store:
         Raises:
             StorageError: the file ends too early, or reading failed.
         """
-        with self._reporting("read", name), self.filesystem.open_input_file(self.full(name)) as file:
-            for offset, buffer in ranges:
-                file.seek(offset)
-                _fill(buffer, file.readinto, self.full(name))
+        wanted = list(ranges)
+
+        def read() -> None:
+            with self.filesystem.open_input_file(self.full(name)) as file:
+                for offset, buffer in wanted:
+                    file.seek(offset)
+                    _fill(buffer, file.readinto, self.full(name))
+
+        self._try("read", name, read)
 
     def digests(self, name: str, block: int, first: int, count: int) -> list[str]:
         """xxh3 digests of `count` blocks of `block` bytes, from block number `first`; shorter where the file ends."""
-        found = []
-        with self._reporting("read", name), self.filesystem.open_input_file(self.full(name)) as file:
-            file.seek(first * block)
-            for _ in range(count):
-                data = file.read(block)
-                if not data:
-                    break
-                found.append(xxhash.xxh3_64_hexdigest(data))
-        return found
+
+        def read() -> list[str]:
+            found = []
+            with self.filesystem.open_input_file(self.full(name)) as file:
+                file.seek(first * block)
+                for _ in range(count):
+                    data = file.read(block)
+                    if not data:
+                        break
+                    found.append(xxhash.xxh3_64_hexdigest(data))
+            return found
+
+        return self._try("read", name, read)
 
     def make(self, *folders: str) -> None:
         """Create this folder and the named ones in it."""
         for folder in folders or ("",):
-            with self._reporting("create", folder):
-                self.filesystem.create_dir(self.full(folder) if folder else self.path, recursive=True)
+            self._try("create", folder, lambda folder=folder: self._make(self.full(folder) if folder else self.path))  # type: ignore[misc]
 
     def write(self, name: str, chunks: Iterable[memoryview | bytes]) -> FileEntry:
-        """Write a new file; when this returns its bytes are as durable as the storage can make them."""
-        digest = _Digest()
-        with self._reporting("write", name), self.filesystem.open_output_stream(self.full(name)) as stream:
-            for chunk in chunks:
-                digest.update(chunk)
-                stream.write(chunk)
-        return digest.entry(name)
+        """Write a new file; when this returns its bytes are as durable as the storage can make them.
+
+        `chunks` is iterated again when a try has failed, so it must not be an iterator.
+        """
+        return self._try("write", name, lambda: self._write(name, chunks))
 
     def publish(self, name: str, data: bytes) -> None:
         """Make a small file appear whole or not at all."""
@@ -111,71 +140,79 @@ class Store:
 
     def remove(self) -> None:
         """Delete this folder and all in it."""
-        with self._reporting("delete", ""):
-            self.filesystem.delete_dir(self.path)
+        self._try("delete", "", self._remove)
 
     def delete_file(self, name: str) -> None:
-        with self._reporting("delete", name):
-            self.filesystem.delete_file(self.full(name))
+        self._try("delete", name, lambda: self._delete_file(name))
 
     def copy_file(self, name: str, to: Store) -> None:
         """Copy one file under the same name to another folder of the same filesystem (by hard link where it can)."""
-        with self._reporting("copy", name):
-            self.filesystem.copy_file(self.full(name), to.full(name))
+        self._try("copy", name, lambda: self._copy_file(name, to))
+
+    def _make(self, path: str) -> None:
+        self._event("mkdir", path)
+        self.filesystem.create_dir(path, recursive=True)
+
+    def _write(self, name: str, chunks: Iterable[memoryview | bytes]) -> FileEntry:
+        digest, path = _Digest(), self.full(name)
+        self._event("create", path)
+        with self.filesystem.open_output_stream(path) as stream:
+            for chunk in chunks:
+                digest.update(chunk)
+                self._event("write", path)
+                stream.write(chunk)
+            self._event("close", path)
+        return digest.entry(name)
+
+    def _remove(self) -> None:
+        self._event("rmdir", self.path)
+        self.filesystem.delete_dir(self.path)
+
+    def _delete_file(self, name: str) -> None:
+        self._event("unlink", self.full(name))
+        self.filesystem.delete_file(self.full(name))
+
+    def _copy_file(self, name: str, to: Store) -> None:
+        self._event("copy", to.full(name))
+        self.filesystem.copy_file(self.full(name), to.full(name))
 
     def _list(self, *, recursive: bool) -> list[Any]:
-        with self._reporting("list", ""):
-            selector = pafs.FileSelector(self.path, recursive=recursive, allow_not_found=True)
-            return list(self.filesystem.get_file_info(selector))
+        selector = pafs.FileSelector(self.path, recursive=recursive, allow_not_found=True)
+        return self._try("list", "", lambda: list(self.filesystem.get_file_info(selector)))
 
-    @contextmanager
-    def _reporting(self, verb: str, name: str) -> Iterator[None]:
-        try:
-            yield
-        except (PimmRayError, FileNotFoundError):
-            raise
-        except (OSError, ValueError) as error:
-            where = self.full(name) if name else self.path
-            raise StorageError(f"cannot {verb} {where}: {error}") from error
+    def _event(self, kind: str, path: str) -> None:
+        """Called before each single change of the storage: where `pimm_ray.testing` fails, waits or kills."""
+
+    def _try(self, verb: str, name: str, action: Callable[[], T]) -> T:
+        """Run `action`, again where its error may pass, and say what could not be done where it does not."""
+        where = self.full(name) if name else self.path
+        for number, pause in enumerate((*PAUSES, None), start=1):
+            try:
+                return action()
+            except (PimmRayError, FileNotFoundError):
+                raise
+            except (OSError, ValueError) as error:
+                if pause is None or not _may_pass(error):
+                    tried = f" (tried {number} times)" if number > 1 else ""
+                    raise StorageError(f"cannot {verb} {where}: {error}{tried}") from error
+                logger.warning("cannot %s %s: %s; trying again in %g s", verb, where, error, pause)
+                time.sleep(pause)
+        raise AssertionError("unreachable")
 
 
 class LocalStore(Store):
-    """A folder on this machine or on a mounted filesystem."""
-
-    def write(self, name: str, chunks: Iterable[memoryview | bytes]) -> FileEntry:
-        digest = _Digest()
-        with self._reporting("write", name):
-            descriptor = os.open(self.real(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-            try:
-                for chunk in chunks:
-                    view = memoryview(chunk).cast("B") if len(chunk) else memoryview(b"")
-                    digest.update(view)
-                    while len(view):
-                        view = view[os.write(descriptor, view) :]
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        return digest.entry(name)
+    """A folder on this machine or on a mounted filesystem. Each change is one system call, announced as an event."""
 
     def publish(self, name: str, data: bytes) -> None:
         temporary = f"{name}.{secrets.token_hex(4)}.tmp"
         self.write(temporary, [data])
-        with self._reporting("publish", name):
-            os.replace(self.real(temporary), self.real(name))
-            _sync_folder(self.real(""))
-            _sync_folder(os.path.dirname(self.real("")))
+        self._try("publish", name, lambda: self._rename(temporary, name))
+        self._try("sync", "", lambda: self._sync_folder(self.real("")))
+        self._try("sync", "", lambda: self._sync_folder(os.path.dirname(self.real(""))))
 
     def sync(self) -> None:
-        with self._reporting("sync", ""):
-            for folder, _, _ in os.walk(self.real("")):
-                _sync_folder(folder)
-
-    def copy_file(self, name: str, to: Store) -> None:
-        assert isinstance(to, LocalStore)
-        try:
-            os.link(self.real(name), to.real(name))
-        except OSError:
-            super().copy_file(name, to)
+        for folder, _, _ in os.walk(self.real("")):
+            self._try("sync", "", lambda folder=folder: self._sync_folder(folder))  # type: ignore[misc]
 
     def real(self, name: str) -> str:
         """The path for the operating system."""
@@ -185,6 +222,80 @@ class LocalStore(Store):
             path = os.path.join(base.base_path, path.lstrip("/"))
             base = base.base_fs
         return path
+
+    def _make(self, path: str) -> None:
+        real = LocalStore(self.filesystem, path).real("")
+        missing = [real]
+        while not os.path.isdir(missing[-1]) and (parent := os.path.dirname(missing[-1])) != missing[-1]:
+            missing.append(parent)
+        for folder in reversed(missing[:-1]):
+            self._event("mkdir", folder)
+            try:
+                os.mkdir(folder)
+            except FileExistsError:
+                if not os.path.isdir(folder):
+                    raise
+            self._sync_folder(os.path.dirname(folder))
+
+    def _write(self, name: str, chunks: Iterable[memoryview | bytes]) -> FileEntry:
+        digest, path = _Digest(), self.real(name)
+        self._event("create", path)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            for chunk in chunks:
+                view = memoryview(chunk).cast("B") if len(chunk) else memoryview(b"")
+                digest.update(view)
+                while len(view):
+                    self._event("write", path)
+                    view = view[os.write(descriptor, view) :]
+            self._event("fsync", path)
+            os.fsync(descriptor)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise
+        finally:
+            os.close(descriptor)
+        return digest.entry(name)
+
+    def _rename(self, old: str, new: str) -> None:
+        self._event("rename", self.real(new))
+        os.replace(self.real(old), self.real(new))
+
+    def _remove(self) -> None:
+        for folder, folders, files in os.walk(self.real(""), topdown=False):
+            for name in files:
+                self._event("unlink", os.path.join(folder, name))
+                os.unlink(os.path.join(folder, name))
+            for name in folders:
+                path = os.path.join(folder, name)
+                self._event("rmdir", path)
+                os.unlink(path) if os.path.islink(path) else os.rmdir(path)
+        self._event("rmdir", self.real(""))
+        os.rmdir(self.real(""))
+
+    def _delete_file(self, name: str) -> None:
+        self._event("unlink", self.real(name))
+        os.unlink(self.real(name))
+
+    def _copy_file(self, name: str, to: Store) -> None:
+        assert isinstance(to, LocalStore)
+        self._event("link", to.real(name))
+        try:
+            os.link(self.real(name), to.real(name))
+        except OSError:
+            super()._copy_file(name, to)
+
+    def _sync_folder(self, path: str) -> None:
+        self._event("fsync", path)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts cannot fsync a folder
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def open_store(source: Any, filesystem: pafs.FileSystem | None = None) -> Store:
@@ -250,12 +361,7 @@ def _fill(buffer: memoryview, readinto: Any, path: str) -> None:
         buffer = buffer[count:]
 
 
-def _sync_folder(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts cannot fsync a folder
-            raise
-    finally:
-        os.close(descriptor)
+def _may_pass(error: OSError | ValueError) -> bool:
+    """Whether the same operation may well succeed a moment later."""
+    lasting = getattr(error, "errno", None) in _LASTING or any(word in str(error) for word in _LASTING_WORDS)
+    return isinstance(error, OSError) and not lasting

@@ -24,6 +24,15 @@ class Runtime(Ranks):
     retains: bool = False
     """Whether somebody else deletes old checkpoints. Then a folder that `known` names is theirs to delete."""
 
+    def claim(self) -> None:
+        """Make this job the only one that writes into the run folder, and prove that it can. Every rank calls it."""
+
+    def check_claim(self) -> None:
+        """Rank 0, before a commit: another job may have taken over while this one was thought dead."""
+
+    def release(self) -> None:
+        """Give the run folder free at once. Every rank calls it, at the end."""
+
     def known(self) -> set[str]:
         """Names of the checkpoint folders that have been reported and are still held. Rank 0 calls it."""
         return set()
