@@ -11,19 +11,18 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from pimm_ray.checkpoint.find import CheckpointInfo
-from pimm_ray.checkpoint.folder import Share, read_document, read_rank, read_snapshot
-from pimm_ray.checkpoint.state import Objects, Snapshot, apply, collect, is_extra
-from pimm_ray.elastic import schedule
-from pimm_ray.elastic.plan import ElasticPolicy, Position, ResumePlan, RunShape, plan_resume
-from pimm_ray.errors import CorruptCheckpoint, DataChanged, PimmRayError
+from pimm_ray.checkpoint.folder import Share
+from pimm_ray.checkpoint.state import Objects, collect, is_extra
+from pimm_ray.elastic.plan import ElasticPolicy, ResumePlan
+from pimm_ray.errors import DataChanged, PimmRayError
 from pimm_ray.feed import Feed
 from pimm_ray.pace import Pace
 from pimm_ray.policy import KeepPolicy, SavePolicy
 from pimm_ray.progress import Progress, TrainState
-from pimm_ray.resuming import Choice, choose
+from pimm_ray.restoring import restore
+from pimm_ray.resuming import choose
 from pimm_ray.runtime.base import make_runtime
 from pimm_ray.saving import Agreed, Saver, check_metrics
 
@@ -159,7 +158,9 @@ class CheckpointManager:
             self._seed = runtime.broadcast("resume: seed", drawn)
             plan = ResumePlan(source="fresh", notes=("nothing to resume from",), exact=True)
         else:
-            plan = self._restore(choice, warmup)
+            plan, self._progress, self._seed, self._generation = restore(
+                runtime, choice, warmup, self._objects, self._feed, self._pace, self._elastic, self._given_seed
+            )
         self._saver = Saver(runtime, self._keep, choice)
         if runtime.rank == 0:
             logger.info("resume %s workers=%d attempt=%d", plan.explain(), runtime.world_size, choice.attempt)
@@ -283,84 +284,6 @@ class CheckpointManager:
 
     def _require_resume(self) -> None:
         _ = self._checked_saver
-
-    def _restore(self, choice: Choice, warmup: Callable[[], Any] | None) -> ResumePlan:
-        runtime, store, manifest, info = self._runtime, choice.store, choice.manifest, choice.info
-        assert store is not None and manifest is not None and info is not None
-        model = self._objects.model
-
-        def read() -> tuple[dict[str, Any], Snapshot, dict[str, Any]]:
-            document = read_document(store, manifest.id)
-            own = read_rank(store, manifest, runtime.rank if runtime.rank < manifest.world_size else 0)
-            return document, read_snapshot(store, manifest, document), own
-
-        document, snapshot, own = runtime.each("resume: read", read)
-        self._seed = document["seed"]
-        position = Position(**document["position"])
-        plan = self._agreed_plan(own["shape"], position)
-        if plan.schedule == "extend":
-            schedule.require_horizon(self._objects.schedulers)
-        if warmup is not None and manifest.step > 0:
-            warmup()
-            for parameter in model.parameters():
-                parameter.grad = None
-        notes = runtime.each("resume: restore", lambda: apply(self._objects, snapshot))
-        if set(runtime.gather("resume: restored", document["id"])) != {document["id"]}:
-            raise CorruptCheckpoint("ranks restored different checkpoints: is the storage shared by all nodes?")
-        self._take_position(document, position, plan)
-        self._pace.resume(document, plan, say=runtime.rank == 0)
-        self._continue_feed(own, lambda rank: read_rank(store, manifest, rank), plan, position)
-        if self._given_seed not in (None, self._seed):
-            notes.append(f"seed {self._seed} of the checkpoint holds, not {self._given_seed}")
-        if self._feed.cursor.loader is None:
-            notes.append("no loader given: the data position is yours to keep")
-        exact = plan.exact
-        if isinstance(model, DistributedDataParallel) and runtime.world_size > 2 and manifest.step and warmup is None:
-            exact = False
-            notes.append("first step agrees to rounding: DDP on 3 or more ranks needs resume(warmup=) to be exact")
-        return replace(
-            plan,
-            source=info.name if choice.own else info.path,
-            step=manifest.step,
-            exact=exact,
-            notes=(*plan.notes, *notes),
-        )
-
-    def _agreed_plan(self, saved: dict[str, Any], position: Position) -> ResumePlan:
-        """Each rank's data may have a shape of its own, but when one rank drops its position all do."""
-        now = self._shape()
-        plans = [
-            plan_resume(RunShape(**before), RunShape(**after), self._elastic, position)
-            for before, after in self._runtime.gather("resume: shapes", [saved, now])
-        ]
-        return next((plan for plan in plans if plan.reason), plans[0])
-
-    def _take_position(self, document: dict[str, Any], position: Position, plan: ResumePlan) -> None:
-        trainer, dropped = document["trainer"], plan.cursor == "dropped"
-        counted_by_hand = plan.cursor == "start" and self._feed.cursor.loader is None
-        kept = position if plan.cursor == "kept" or counted_by_hand else Position(epoch=position.epoch)
-        self._progress = Progress(
-            epoch=kept.epoch,
-            window=kept.window,
-            epoch_samples=kept.samples,
-            step=trainer["global_step"],
-            best=trainer["best_metric_value"],
-            total_samples=trainer["samples_seen"],
-            drops=document["drops"] + dropped,
-        )
-        self._generation = document["generation"] + 1
-
-    def _continue_feed(
-        self, own: dict[str, Any], of_rank: Callable[[int], dict[str, Any]], plan: ResumePlan, position: Position
-    ) -> None:
-        rank = self._runtime.rank
-        if rank >= own["shape"]["world_size"] or self._elastic.rng == "reseed":
-            self._feed.derive_streams(own, self._seed, rank, self._generation)
-        else:
-            self._feed.restore_streams(own)
-        if plan.cursor == "kept":
-            self._progress.batches = own["batches"]
-            self._feed.keep_position(own, of_rank, position)
 
     def _shape(self) -> dict[str, Any]:
         return asdict(self._pace.shape(self._runtime.world_size, self._seed))

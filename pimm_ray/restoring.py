@@ -1,0 +1,120 @@
+"""A chosen checkpoint put back into the live objects, the loader and the random streams of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+from torch.nn.parallel import DistributedDataParallel
+
+from pimm_ray.checkpoint.folder import read_document, read_rank, read_snapshot
+from pimm_ray.checkpoint.state import Objects, Snapshot, apply
+from pimm_ray.elastic import schedule
+from pimm_ray.elastic.plan import ElasticPolicy, Position, ResumePlan, RunShape, plan_resume
+from pimm_ray.errors import CorruptCheckpoint
+from pimm_ray.feed import Feed
+from pimm_ray.pace import Pace
+from pimm_ray.progress import Progress
+from pimm_ray.resuming import Choice
+from pimm_ray.runtime.base import Runtime
+
+
+class Restored(NamedTuple):
+    """What a run goes on with after a resume, beside what its objects now hold."""
+
+    plan: ResumePlan
+    progress: Progress
+    seed: int
+    generation: int
+
+
+def restore(
+    runtime: Runtime,
+    choice: Choice,
+    warmup: Callable[[], Any] | None,
+    objects: Objects,
+    feed: Feed,
+    pace: Pace,
+    elastic: ElasticPolicy,
+    given_seed: int | None,
+) -> Restored:
+    """Put the chosen checkpoint back. Who calls it: every rank.
+
+    Raises:
+        StateMismatch, WorldSizeError, DataChanged: as `CheckpointManager.resume`.
+    """
+    store, manifest, info = choice.store, choice.manifest, choice.info
+    assert store is not None and manifest is not None and info is not None
+
+    def read() -> tuple[dict[str, Any], Snapshot, dict[str, Any]]:
+        document = read_document(store, manifest.id)
+        own = read_rank(store, manifest, runtime.rank if runtime.rank < manifest.world_size else 0)
+        return document, read_snapshot(store, manifest, document), own
+
+    document, snapshot, own = runtime.each("resume: read", read)
+    seed, position = document["seed"], Position(**document["position"])
+    now = asdict(pace.shape(runtime.world_size, seed))
+    plan = _agreed_plan(runtime, own["shape"], now, elastic, position)
+    if plan.schedule == "extend":
+        schedule.require_horizon(objects.schedulers)
+    if warmup is not None and manifest.step > 0:
+        warmup()
+        for parameter in objects.model.parameters():
+            parameter.grad = None
+    notes = runtime.each("resume: restore", lambda: apply(objects, snapshot))
+    if set(runtime.gather("resume: restored", document["id"])) != {document["id"]}:
+        raise CorruptCheckpoint("ranks restored different checkpoints: is the storage shared by all nodes?")
+    progress, generation = _progress(document, position, plan, by_hand=feed.cursor.loader is None)
+    pace.resume(document, plan, say=runtime.rank == 0)
+    if runtime.rank >= own["shape"]["world_size"] or elastic.rng == "reseed":
+        feed.derive_streams(own, seed, runtime.rank, generation)
+    else:
+        feed.restore_streams(own)
+    if plan.cursor == "kept":
+        progress.batches = own["batches"]
+        feed.keep_position(own, lambda rank: read_rank(store, manifest, rank), position)
+    if given_seed not in (None, seed):
+        notes.append(f"seed {seed} of the checkpoint holds, not {given_seed}")
+    if feed.cursor.loader is None:
+        notes.append("no loader given: the data position is yours to keep")
+    exact, ddp = plan.exact, isinstance(objects.model, DistributedDataParallel)
+    if ddp and runtime.world_size > 2 and manifest.step and warmup is None:
+        exact = False
+        notes.append("first step agrees to rounding: DDP on 3 or more ranks needs resume(warmup=) to be exact")
+    plan = replace(
+        plan,
+        source=info.name if choice.own else info.path,
+        step=manifest.step,
+        exact=exact,
+        notes=(*plan.notes, *notes),
+    )
+    return Restored(plan, progress, seed, generation)
+
+
+def _agreed_plan(
+    runtime: Runtime, saved: dict[str, Any], now: dict[str, Any], elastic: ElasticPolicy, position: Position
+) -> ResumePlan:
+    """Each rank's data may have a shape of its own, but when one rank drops its position all do."""
+    plans = [
+        plan_resume(RunShape(**before), RunShape(**after), elastic, position)
+        for before, after in runtime.gather("resume: shapes", [saved, now])
+    ]
+    return next((plan for plan in plans if plan.reason), plans[0])
+
+
+def _progress(document: dict[str, Any], position: Position, plan: ResumePlan, *, by_hand: bool) -> tuple[Progress, int]:
+    """Where the run stands, and the generation of its random streams."""
+    trainer, dropped = document["trainer"], plan.cursor == "dropped"
+    counted_by_hand = plan.cursor == "start" and by_hand
+    kept = position if plan.cursor == "kept" or counted_by_hand else Position(epoch=position.epoch)
+    progress = Progress(
+        epoch=kept.epoch,
+        window=kept.window,
+        epoch_samples=kept.samples,
+        step=trainer["global_step"],
+        best=trainer["best_metric_value"],
+        total_samples=trainer["samples_seen"],
+        drops=document["drops"] + dropped,
+    )
+    return progress, document["generation"] + 1
