@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from pimm_ray import CheckpointManager, ResumePlan, TrainState, find_checkpoint
-from pimm_ray.checkpoint.layout import CheckpointName
+from pimm_ray.checkpoint.layout import MARKER, CheckpointName, seal
 from tests.ranks import run_ranks
 
 
@@ -198,10 +198,15 @@ def copy_as(source: Path, name: str) -> Path:
     parsed = CheckpointName.parse(name)
     target = source.parent / name
     shutil.copytree(source, target)
-    marker = target / ".complete"
-    document = json.loads(marker.read_bytes())
-    marker.write_text(json.dumps({**document, "step": parsed.step, "attempt": parsed.attempt}))
+    change_marker(target, step=parsed.step, attempt=parsed.attempt)
     return target
+
+
+def change_marker(folder: Path, **changes: Any) -> None:
+    """Let the marker of a checkpoint say something else, as if it had been written so."""
+    document = json.loads((folder / MARKER).read_bytes()) | changes
+    del document["xxh3"]
+    (folder / MARKER).write_bytes(seal(document))
 
 
 def flip_byte(file: Path, at: int = -1) -> None:

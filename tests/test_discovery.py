@@ -1,7 +1,6 @@
 """Which checkpoint is found, what is passed over and said, and what a wrong one named by the user does."""
 
 import itertools
-import json
 import random
 import shutil
 import threading
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
 from pimm_ray import SavePolicy, errors, find_checkpoint, open_checkpoint, verify_checkpoint
-from tests.elastic_jobs import Job, copy_as, flip_byte, folders, listening, newest_step, said, steps_kept
+from tests.elastic_jobs import Job, change_marker, copy_as, flip_byte, folders, listening, newest_step, said, steps_kept
 from tests.ranks import die, try_ranks
 
 
@@ -182,8 +181,9 @@ def test_files_of_two_checkpoints_are_not_taken_for_one(run, tmp_path):
     shutil.copytree(other, path, dirs_exist_ok=True)
     (path / ".complete").write_text(document)
     assert verify_checkpoint(path)
-    stolen = (other / ".complete").read_text().replace(open_checkpoint(other).id, open_checkpoint(path).id)
-    (path / ".complete").write_text(stolen)
+    wanted = open_checkpoint(path).id
+    shutil.copy(other / ".complete", path)
+    change_marker(path, id=wanted)
     (problem,) = verify_checkpoint(path)
     assert (problem.file, problem.kind) == ("state.json", "identity")
     assert (problem.expected, problem.found) == (open_checkpoint(path).id, open_checkpoint(other).id)
@@ -291,9 +291,9 @@ def test_a_damaged_newest_is_passed_over_by_all_ranks_and_never_comes_back(tmp_p
 def test_a_marker_that_says_what_its_files_do_not_is_passed_over(tmp_path, key, damaged):
     for steps in (2, 2):
         Job(tmp_path, steps=steps).on(2)
-    marker = tmp_path / folders(tmp_path)[-1] / ".complete"
-    marker.write_text(json.dumps(json.loads(marker.read_text()) | {key: damaged}))
-    assert [problem.kind for problem in verify_checkpoint(marker.parent)] == ["identity"]
+    newest = tmp_path / folders(tmp_path)[-1]
+    change_marker(newest, **{key: damaged})
+    assert [problem.kind for problem in verify_checkpoint(newest)] == ["identity"]
     assert newest_step(tmp_path) == 2
     back = Job(tmp_path, steps=1).on(3)
     assert [story.plan.step for story in back] == [2, 2, 2]

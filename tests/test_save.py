@@ -142,7 +142,7 @@ def test_the_documents_have_exactly_the_keys_that_the_design_fixes(tmp_path):
     assert {"python", "torch", "numpy"} <= set(state["versions"])
     manifest = strict(folder / layout.MARKER)
     designed = {"schema", "version", "id", "parent", "step", "attempt", "world_size", "created", "reason", "files"}
-    assert set(manifest) == designed | {"epoch", "metrics"}
+    assert set(manifest) == designed | {"epoch", "metrics", "xxh3"}
     assert all(set(entry) == {"path", "bytes", "xxh3", "block"} for entry in manifest["files"])
     assert (manifest["reason"], manifest["parent"]) == ("user", None)
 

@@ -9,6 +9,8 @@ import secrets
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import xxhash
+
 from pimm_ray.errors import CheckpointVersionError, CorruptCheckpoint, UnsafeCheckpoint
 
 SCHEMA = "pimm_ray.checkpoint"
@@ -87,18 +89,19 @@ class Manifest:
     def to_json(self) -> bytes:
         document = {"schema": SCHEMA, "version": VERSION, **asdict(self)}
         document["metrics"] = {key: _plain(value) for key, value in self.metrics.items()}
-        return json.dumps(document).encode()
+        return seal(document)
 
     @staticmethod
     def parse(data: bytes, *, path: str) -> Manifest:
         """Read a `.complete`. `path` is for messages.
 
         Raises:
-            CorruptCheckpoint: it is not a manifest.
+            CorruptCheckpoint: it is not a manifest, or not the one that was written.
             CheckpointVersionError: it is one of another schema or a newer version.
             UnsafeCheckpoint: it names a file outside the folder.
         """
         document = parse_document(data, path=path)
+        check_seal(data, path=path)
         try:
             files = tuple(
                 FileEntry(
@@ -129,6 +132,23 @@ class Manifest:
             if entry.block < 1 or len(entry.xxh3) != -(-entry.bytes // entry.block):
                 raise CorruptCheckpoint(f"{path}: wrong number of digests for {entry.path}", file=MARKER)
         return manifest
+
+
+def seal(document: dict[str, Any]) -> bytes:
+    """A marker's bytes. They end with the digest of all before it: no other file holds one of the marker."""
+    text = json.dumps(document).removesuffix("}").encode()
+    return text + _end(text)
+
+
+def check_seal(data: bytes, *, path: str) -> None:
+    """Refuse a marker that is not, to the byte, what `seal` made."""
+    length = len(data) - len(_end(b""))
+    if data[length:] != _end(data[:length]):
+        raise CorruptCheckpoint(f"{path} is damaged: it does not match the digest that it ends with", file=MARKER)
+
+
+def _end(text: bytes) -> bytes:
+    return f', "xxh3": "{xxhash.xxh3_64_hexdigest(text)}"}}'.encode()
 
 
 def parse_document(data: bytes, *, path: str) -> dict[str, Any]:
