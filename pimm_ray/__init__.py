@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from pimm_ray import errors
@@ -14,6 +15,7 @@ from pimm_ray.policy import KeepPolicy, SavePolicy
 from pimm_ray.progress import TrainState
 
 if TYPE_CHECKING:
+    from pimm_ray import testing
     from pimm_ray.runtime.trainer import TorchTrainer
 
 __all__ = [
@@ -34,12 +36,15 @@ __all__ = [
     "find_checkpoint",
     "open_checkpoint",
     "plan_resume",
+    "testing",
     "verify_checkpoint",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # Ray takes seconds to import, and none of the rest needs it.
+    # Ray takes seconds to import, and none of the rest needs it; nor does training need the faults for tests.
+    if name == "testing":
+        return importlib.import_module("pimm_ray.testing")
     if name == "TorchTrainer":
         from pimm_ray.runtime.trainer import TorchTrainer
 

@@ -26,7 +26,7 @@ PUBLIC = [
     "CheckpointInfo", "CheckpointManager", "ElasticLoader", "ElasticPolicy", "ElasticStream", "KeepPolicy", "Position",
     "Problem", "ResumePlan", "RunShape", "SavePolicy", "TorchTrainer", "TrainState", "errors", "find_checkpoint",
     "open_checkpoint",
-    "plan_resume", "verify_checkpoint",
+    "plan_resume", "testing", "verify_checkpoint",
 ]  # fmt: skip
 
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
@@ -94,6 +94,12 @@ def test_private_names_of_ray_stand_in_one_file(file):
     assert private == [] or file.relative_to(PACKAGE) == Path("runtime/ray_private.py")
 
 
+@every_file
+def test_faults_for_tests_may_use_everything_and_nothing_uses_them(file):
+    used = [name for name in imports(tree_of(file)) if f"{name}.".startswith("pimm_ray.testing.")]
+    assert used == [] or file == PACKAGE / "__init__.py"
+
+
 @pytest.mark.parametrize("name", PURE)
 def test_pure_files_compute_and_nothing_else(name):
     if not (PACKAGE / name).exists():
@@ -136,6 +142,7 @@ def test_the_public_names_are_these_and_each_is_there():
 def test_importing_the_package_starts_neither_ray_nor_a_process_group():
     script = (
         "import sys, pimm_ray, torch.distributed as dist; assert 'ray' not in sys.modules and not dist.is_initialized()"
+        "; assert 'pimm_ray.testing' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
@@ -149,7 +156,7 @@ def told(thing: object, name: str) -> bool:
 def test_every_public_name_and_each_of_its_methods_says_what_it_is_for():
     silent = []
     things = {name: getattr(pimm_ray, name) for name in PUBLIC if name != "TorchTrainer"}
-    things |= {name: getattr(errors, name) for name in errors.__all__}
+    things |= {name: getattr(module, name) for module in (errors, pimm_ray.testing) for name in module.__all__}
     for name, thing in things.items():
         if not told(thing, name):
             silent.append(name)
