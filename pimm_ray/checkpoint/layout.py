@@ -156,7 +156,7 @@ def parse_document(data: bytes, *, path: str) -> dict[str, Any]:
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{path} is not JSON ({error})", file=path) from None
+        raise CorruptCheckpoint(f"{path} is not JSON ({error})", file=path.rsplit("/", 1)[-1]) from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise CheckpointVersionError(f"{path} is not of schema {SCHEMA!r}: not a checkpoint of pimm_ray")
     if document.get("version") != VERSION:
