@@ -215,7 +215,8 @@ class CheckpointManager:
 
         Raises:
             TypeError: a metric is not one value.
-            Exception: a due save failed on some rank; every rank raises it. The checkpoint before is still the newest.
+            Exception: a due save failed on some rank; every rank raises it, or with `SavePolicy(on_error="warn")` goes
+                on. The checkpoint before is still the newest.
         """
         self._require_resume()
         self._metrics = check_metrics(metrics)
@@ -245,7 +246,8 @@ class CheckpointManager:
             metrics: of this rank; averaged over ranks, used by `KeepPolicy(metric=...)` and sent to Ray.
 
         Returns:
-            The new checkpoint; None inside a window, where the save waits for the window's `step()`.
+            The new checkpoint. None inside a window, where the save waits for the window's `step()`, and for a save
+            that failed under `SavePolicy(on_error="warn")`.
 
         Raises:
             UnstorableState: a leaf cannot be stored without pickle (the message names it).
@@ -256,7 +258,7 @@ class CheckpointManager:
             raise TypeError(f"save(reason={reason!r}): use a string")
         checked = check_metrics(metrics or {})
         if self._progress.open_batches:
-            self._asked = (reason, checked)
+            self._asked = (reason, {**(self._asked[1] if self._asked else {}), **checked})
             return None
         return self._save(reason, checked)
 
@@ -264,17 +266,27 @@ class CheckpointManager:
         """The end of the run: a last save if the newest checkpoint is older, then wait until all is on record.
 
         Every rank calls it.
+
+        Raises:
+            Exception: the last save failed, whatever `SavePolicy(on_error=)` says: no later one can make up for it.
         """
         self._require_resume()
         if self._iteration is not None:
             self._end_epoch()
         self._save_if_asked()
         saver, here = self._checked_saver, (self._progress.step, self._progress.epoch)
-        if self._save_policy.at_end and (saver.newest is None or (saver.newest.step, saver.newest.epoch) != here):
-            self._save("finish", {})
+        old = saver.newest is None or (saver.newest.step, saver.newest.epoch) != here
+        if old and (self._save_policy.at_end or saver.failed):
+            self._save("finish", {}, forgive=False)
         self._runtime.collect_signal()
         saver.drain(self._metrics)
         self._runtime.release()
+
+    @property
+    def failed_saves(self) -> int:
+        """How many saves have failed since the last good one; the same on every rank. Above 0 only with
+        `SavePolicy(on_error="warn")` or where the loop caught the error."""
+        return self._checked_saver.failed
 
     @property
     def _checked_saver(self) -> Saver:
@@ -303,15 +315,15 @@ class CheckpointManager:
         if self._asked is not None:
             self._save(*self._asked)
 
-    def _save(self, reason: str, metrics: Mapping[str, Any]) -> CheckpointInfo:
+    def _save(self, reason: str, metrics: Mapping[str, Any], *, forgive: bool | None = None) -> CheckpointInfo | None:
         self._asked = None
         self._saved_at = time.monotonic()
         runtime, progress = self._runtime, self._progress
         within = progress.within_epoch
-        if within and not self._feed.cursor.stateful and self._feed.cursor.loader is not None:
-            self._refuse_or_warn()
 
         def make() -> Share:
+            if within and not self._feed.cursor.stateful and self._feed.cursor.loader is not None:
+                self._refuse_or_warn()
             own = self._feed.saved(progress) | {"shape": self._shape()}
             return Share(collect(self._objects), own, rank=runtime.rank, world=runtime.world_size)
 
@@ -334,7 +346,7 @@ class CheckpointManager:
         counts = {"epoch": progress.own_epoch_samples, "total": progress.own_total_samples}
         if self._feed.cursor.global_position and runtime.rank:
             counts = dict.fromkeys(counts, 0)  # every rank has counted the samples of all of them
-        info, agreed = self._checked_saver.save(
+        saved = self._checked_saver.save(
             make,
             head,
             step=progress.step,
@@ -342,7 +354,11 @@ class CheckpointManager:
             reason=reason,
             counts=counts,
             metrics={**self._metrics, **metrics},
+            forgive=self._save_policy.on_error == "warn" if forgive is None else forgive,
         )
+        if saved is None:
+            return None
+        info, agreed = saved
         progress.best = self._best_with(agreed.metrics)
         progress.absorb(agreed.counts["epoch"], agreed.counts["total"])
         return info

@@ -19,6 +19,9 @@ class SavePolicy:
         at_end: save in `finish()` when the newest checkpoint is older.
         timeout_seconds: how long ranks wait for each other at a save or a resume before `RankMissing` names the one
             that did not come. Longer than the slowest save.
+        on_error: what a failed save does, on all ranks alike. "raise": every rank raises. "warn": one warning, training
+            goes on and the next due save tries again; a missing rank, another job in this run folder and the last
+            save, in `finish()`, still raise.
 
     A save that falls on the last step of an epoch is taken after the epoch's own end (your evaluation, your own
     `save()`), so that what it drew from the random streams is in it.
@@ -28,12 +31,15 @@ class SavePolicy:
     every_seconds: float | None = None
     at_end: bool = True
     timeout_seconds: float = 1800.0
+    on_error: Literal["raise", "warn"] = "raise"
 
     def __post_init__(self) -> None:
         _positive(self, "every_steps")
         _positive(self, "every_seconds", "timeout_seconds", whole=False)
         if self.timeout_seconds is None:
             raise ValueError("SavePolicy(timeout_seconds=None): ranks must not wait for each other for ever")
+        if self.on_error not in ("raise", "warn"):
+            raise ValueError(f"SavePolicy(on_error={self.on_error!r}): use 'raise' or 'warn'")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from pimm_ray.checkpoint import layout
 from pimm_ray.checkpoint.find import CheckpointInfo, candidates, open_checkpoint, verify_checkpoint
 from pimm_ray.checkpoint.folder import Share, commit, prepare
 from pimm_ray.checkpoint.layout import CheckpointName, FileEntry, Manifest
-from pimm_ray.checkpoint.store import Store
-from pimm_ray.errors import IncompleteCheckpoint, PimmRayError, StateMismatch
+from pimm_ray.errors import RankMissing, StateMismatch
 from pimm_ray.policy import KeepPolicy
 from pimm_ray.resuming import Choice
+from pimm_ray.retention import Retention
 from pimm_ray.runtime.base import Runtime
 
 logger = logging.getLogger(__name__)
@@ -42,13 +41,16 @@ class Saver:
     """The saves of one attempt. Every rank has one and calls its methods at the same points."""
 
     def __init__(self, runtime: Runtime, keep: KeepPolicy, choice: Choice):
-        self._runtime, self._keep, self._attempt, self._damaged = runtime, keep, choice.attempt, choice.damaged
+        self._runtime, self._attempt, self._damaged = runtime, choice.attempt, choice.damaged
+        self._retention = Retention(runtime, keep, choice)
         self._parent = choice.manifest.id if choice.manifest else None
         self.newest: CheckpointInfo | None = choice.info if choice.own else None
+        self.failed = 0
+        """Saves that failed since the last good one."""
+        self._tried: CheckpointName | None = None
+        self._said: set[str] = set()
         self._unreported: list[tuple[CheckpointInfo, dict[str, Any]]] = []
         self._reported_at, self._started_at = -math.inf, time.monotonic()
-        self._metrics_of: dict[str, Mapping[str, Any]] = {}
-        self._ours: set[str] = set()
         if self.newest and runtime.retains:
             self._make_known(self.newest)
 
@@ -62,27 +64,77 @@ class Saver:
         reason: str,
         counts: dict[str, int],
         metrics: Mapping[str, Any],
-    ) -> tuple[CheckpointInfo, Agreed]:
-        """Write one checkpoint; when this returns it is complete and the newest.
+        forgive: bool,
+    ) -> tuple[CheckpointInfo, Agreed] | None:
+        """Write one checkpoint; when this returns it is complete and the newest. None: the save failed, which was said.
 
         Args:
             make: this rank's share of the state.
             head: what `state.json` holds beside the state itself. Called on rank 0.
             counts: numbers of this rank, to be summed.
             metrics: of this rank; averaged.
+            forgive: whether a failure is only said.
 
         Raises:
             UnstorableState, StateMismatch, StorageError, ...: some rank failed; all ranks raise, the partial folder is
                 gone, and the checkpoint before is still the newest.
         """
-        runtime, started = self._runtime, time.monotonic()
+        started = time.monotonic()
+        try:
+            info, agreed, spaced = self._write(make, head, step, epoch, reason, counts, metrics)
+        except RankMissing:
+            raise
+        except Exception as error:
+            self.failed += 1
+            if not forgive:
+                raise
+            if self._runtime.rank == 0:
+                self._say_failed(step, error)
+            return None
+        self.failed, self._parent, self.newest = 0, info.id, info
+        if self._runtime.rank == 0:
+            seconds = time.monotonic() - started
+            logger.info(
+                "save step=%d epoch=%d reason=%s bytes=%d seconds=%.3f path=%s",
+                step, epoch, reason, info.bytes, seconds, info.path,
+            )  # fmt: skip
+            self._retention.tidy(info)
+        if self._runtime.report_spacing:
+            self._unreported.append((info, dict(agreed.metrics)))
+            if spaced:
+                self.report({})
+        return info, agreed
+
+    def _say_failed(self, step: int, error: Exception) -> None:
+        newest = self.newest
+        good = f"{newest.name}, {step - newest.step} steps ago" if newest else "none of this run"
+        whose = "" if getattr(error, "rank", None) is not None else "rank 0: "  # the others' are in the text
+        logger.warning(
+            "save at step %d failed (%d in a row) with %s: %s%s. Training goes on and the next due save tries again; "
+            "newest checkpoint: %s", step, self.failed, type(error).__name__, whose, error, good,
+        )  # fmt: skip
+
+    def _write(
+        self,
+        make: Callable[[], Share],
+        head: Callable[[Agreed], Mapping[str, Any]],
+        step: int,
+        epoch: int,
+        reason: str,
+        counts: dict[str, int],
+        metrics: Mapping[str, Any],
+    ) -> tuple[CheckpointInfo, Agreed, bool]:
+        """The checkpoint, and whether a report now would not wait for the one before."""
+        runtime = self._runtime
         what = f"save at step {step}"
         shares: list[Share] = []
 
         def plan() -> dict[str, Any]:
             shares.append(make())
             share = shares[0]
-            alike = {"fingerprint": share.fingerprint, "sample": share.sample if runtime.world_size > 1 else ""}
+            alike: dict[str, Any] = {"fingerprint": share.fingerprint}
+            if runtime.world_size > 1:
+                alike |= {"sample": share.sample, "documents": share.documents}
             return {**alike, "counts": counts, "metrics": plain_metrics(metrics)}
 
         def open_folder(plans: list[dict[str, Any]]) -> dict[str, Any]:
@@ -92,15 +144,16 @@ class Saver:
                     f"{what}: ranks {odd} hold other tensors (names, shapes or dtypes) than rank 0; every rank must "
                     "have the same model and optimizer state"
                 )
-            odd = [rank for rank, p in enumerate(plans) if p["sample"] != plans[0]["sample"]]
-            if odd:  # no error: ranks on unlike devices may drift by rounding, and their run must not lose its saves
-                logger.warning(
-                    "%s: ranks %s hold other values of the parameters than rank 0: the checkpoint is a mixture. Wrap "
-                    "the model in DistributedDataParallel, or average the ranks before the save", what, odd,
-                )  # fmt: skip
-            after = CheckpointName.parse(self.newest.name) if self.newest else None
-            name = str(CheckpointName.new(step, self._attempt, after))
-            prepare(runtime.store.child(name))
+            self._warn_of_unlike(what, plans)
+            # Newer than a save that failed, too: should that have left its folder, it must not pass for the newest.
+            self._tried = CheckpointName.new(step, self._attempt, after=self._tried)
+            name = str(self._tried)
+            self._retention.ours.add(name)
+            try:
+                prepare(runtime.store.child(name))
+            except Exception:
+                self._retention.discard(name)
+                raise
             return {
                 "name": name,
                 "id": secrets.token_hex(16),
@@ -135,28 +188,28 @@ class Saver:
             spaced = time.monotonic() - self._reported_at >= runtime.report_spacing
             return {"created": manifest.created, "bytes": sum(entry.bytes for entry in files), "report": spaced}
 
-        try:
-            done = runtime.agree(f"commit of the {what}", write, publish)
-        except Exception:
-            self._discard(store)
-            raise
+        done = runtime.agree(f"commit of the {what}", write, publish, undo=lambda: self._retention.discard(agreed.name))
         info = CheckpointInfo(
             path=store.path, filesystem=store.filesystem, created=done["created"], bytes=done["bytes"], **facts
         )
-        self._parent, self.newest = info.id, info
-        self._ours.add(info.name)
-        if runtime.rank == 0:
-            seconds = time.monotonic() - started
-            logger.info(
-                "save step=%d epoch=%d reason=%s bytes=%d seconds=%.3f path=%s",
-                step, epoch, reason, info.bytes, seconds, info.path,
+        return info, agreed, done["report"]
+
+    def _warn_of_unlike(self, what: str, plans: list[dict[str, Any]]) -> None:
+        """Rank 0: no error, since ranks on unlike devices may drift by rounding, and must not lose their saves."""
+        odd = [rank for rank, p in enumerate(plans) if p.get("sample") != plans[0].get("sample")]
+        if odd:
+            logger.warning(
+                "%s: ranks %s hold other values of the parameters than rank 0: the checkpoint is a mixture. Wrap the "
+                "model in DistributedDataParallel, or average the ranks before the save", what, odd,
             )  # fmt: skip
-            self._tidy(info, store)
-        if runtime.report_spacing:
-            self._unreported.append((info, dict(agreed.metrics)))
-            if done["report"]:
-                self.report({})
-        return info, agreed
+        for part, digest in plans[0].get("documents", {}).items():
+            odd = [rank for rank, p in enumerate(plans) if p["documents"].get(part) != digest]
+            if odd and part not in self._said:
+                self._said.add(part)
+                logger.warning(
+                    "%s: %s of ranks %s is not what rank 0 holds, and the checkpoint keeps rank 0's: a resume gives "
+                    "all ranks that. Keep what each rank has of its own elsewhere", what, part, odd,
+                )  # fmt: skip
 
     @property
     def report_is_due(self) -> bool:
@@ -196,78 +249,9 @@ class Saver:
         for name in runtime.exchange("resume: compare with Ray", None, unknown):
             info = open_checkpoint(runtime.store.child(name))
             self._unreported.append((info, dict(info.metrics)))
-            self._ours.add(name)
+            self._retention.ours.add(name)
         if self._unreported:
             self.report({})
-
-    def _tidy(self, newest: CheckpointInfo, store: Store) -> None:
-        """Delete what the policy does not keep. A failure here costs disk space, never a checkpoint."""
-        try:
-            if self._runtime.retains:
-                self._keep_for_good(newest, store)
-                self._sweep(newest)
-            else:
-                self._retain(newest)
-        except (PimmRayError, OSError) as error:
-            logger.warning("could not tidy %s: %s", self._runtime.store.path, error)
-
-    def _retain(self, newest: CheckpointInfo) -> None:
-        complete = []
-        self._metrics_of[newest.name] = newest.metrics
-        for name in candidates(self._runtime.store):
-            if name in self._damaged:
-                continue
-            try:
-                if name not in self._metrics_of:
-                    self._metrics_of[name] = open_checkpoint(self._runtime.store.child(name)).metrics
-            except IncompleteCheckpoint:
-                if _parsed(name) < _parsed(newest.name):  # a newer one may be the save of a run that took over
-                    self._discard(self._runtime.store.child(name))
-                continue
-            except PimmRayError:
-                continue
-            complete.append((name, _parsed(name).step, self._metrics_of[name]))
-        if self._keep.best and self._keep.score(newest.metrics) == -math.inf:
-            value = newest.metrics.get(str(self._keep.metric), "missing")
-            logger.info("%s ranks last among the best: its %s is %s", newest.name, self._keep.metric, value)
-        kept = self._keep.kept(complete)
-        for name, _, _ in complete:
-            if name not in kept and name != newest.name:
-                self._discard(self._runtime.store.child(name))
-
-    def _sweep(self, newest: CheckpointInfo) -> None:
-        """Under Ray: leftovers of earlier attempts that Ray does not know, so that nobody else will delete them."""
-        leftovers = [
-            name
-            for name in candidates(self._runtime.store)
-            if name not in self._ours and name not in self._damaged and _parsed(name) < _parsed(newest.name)
-        ]
-        known = self._runtime.known() if leftovers else set()
-        for name in leftovers:
-            if name not in known:
-                self._discard(self._runtime.store.child(name))
-
-    def _keep_for_good(self, newest: CheckpointInfo, store: Store) -> None:
-        if not self._keep.every_steps or newest.step % self._keep.every_steps:
-            return
-        target = self._runtime.store.child(layout.KEPT).child(newest.name)
-        prepare(target)
-        files = sorted(store.files(), key=lambda name: name == layout.MARKER)
-        for name in files:
-            store.copy_file(name, target)
-
-    def _discard(self, store: Store) -> None:
-        """Rank 0 deletes a folder, its marker first: killed in between, what is left is no checkpoint."""
-        if self._runtime.rank:
-            return
-        try:
-            if store.exists(layout.MARKER):
-                store.delete_file(layout.MARKER)
-            store.remove()
-        except FileNotFoundError:
-            return  # Ray was deleting it too
-        except (PimmRayError, OSError) as error:
-            logger.warning("could not delete %s: %s", store.path, error)
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -307,10 +291,3 @@ def merge_metrics(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
         same = all(value == values[0] for value in values)
         merged[key] = values[0] if same or isinstance(values[0], str) else sum(map(float, values)) / len(values)
     return merged
-
-
-def _parsed(name: str) -> CheckpointName:
-    parsed = CheckpointName.parse(name)
-    if parsed is None:
-        raise ValueError(f"{name} is not the name of a checkpoint folder")
-    return parsed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +18,8 @@ from pimm_ray.checkpoint.shards import Piece, ShardIndex, raw_bytes, spec_of, sp
 from pimm_ray.checkpoint.state import Snapshot
 from pimm_ray.checkpoint.store import Store
 from pimm_ray.errors import CorruptCheckpoint, UnstorableState
+
+logger = logging.getLogger(__name__)
 
 
 class Share:
@@ -62,6 +66,13 @@ class Share:
             digest.update(raw_bytes(torch.stack(tensors)))
         return digest.hexdigest()
 
+    @property
+    def documents(self) -> dict[str, str]:
+        """Digests of the small parts of the state, which are written as rank 0 holds them. Tensors do not count."""
+        parts = {key: value for key, value in self.snapshot.document.items() if key not in ("extra", "versions")}
+        parts |= {f"extra[{name!r}]": value for name, value in self.snapshot.document["extra"].items()}
+        return {key: xxhash.xxh3_64_hexdigest(json.dumps(value).encode()) for key, value in parts.items()}
+
     def write(self, store: Store, id: str) -> list[FileEntry]:
         """Write this rank's files into an existing folder. Rank 0's `state.json` is written by `write_state`."""
         mark = {layout.ID_KEY: id}
@@ -107,10 +118,29 @@ def prepare(store: Store) -> None:
 
 
 def commit(store: Store, manifest: Manifest) -> None:
-    """Rank 0, when every rank has written: from here on the folder is a checkpoint. Killed before, it never was one."""
+    """Rank 0, when every rank has written: from here on the folder is a checkpoint. Killed before, it never was one.
+
+    When this raises there is no marker (or the storage does not answer): ranks and the next resume believe the same.
+    """
     # A marker that survives a power cut must not name files whose folder entries did not.
     store.sync()
-    store.publish(layout.MARKER, manifest.to_json())
+    data = manifest.to_json()
+    try:
+        store.publish(layout.MARKER, data)
+    except Exception as error:
+        # It may be in place all the same: what follows the rename failed, or only the answer of the storage was lost.
+        if not _cannot_be_withdrawn(store, data):
+            raise
+        logger.warning("%s is complete, but may not survive a power cut: %s", store.path, error)
+
+
+def _cannot_be_withdrawn(store: Store, marker: bytes) -> bool:
+    try:
+        store.delete_file(layout.MARKER)
+    except Exception:
+        with contextlib.suppress(Exception):
+            return store.read(layout.MARKER) == marker
+    return False
 
 
 def read_manifest(store: Store) -> Manifest:

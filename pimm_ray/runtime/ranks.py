@@ -52,25 +52,27 @@ class Ranks:
     def local_rank(self) -> int:
         return int(os.environ.get("LOCAL_RANK", "0"))
 
-    def exchange(self, what: str, value: Any, on_zero: Callable[[list[Any]], Any]) -> Any:
+    def exchange(
+        self, what: str, value: Any, on_zero: Callable[[list[Any]], Any], undo: Callable[[], None] = lambda: None
+    ) -> Any:
         """Send `value` (JSON) to rank 0, which answers with `on_zero(values by rank)`; every rank returns that answer.
 
-        Who calls it: every rank, in the same order. `what` says for people which point of the program this is.
+        Who calls it: every rank, in the same order. `what` says for people which point of the program this is. Where
+        there is no answer, rank 0 runs `undo` before it tells the others.
 
         Raises:
             RankMissing: a rank did not come within the time limit, is gone, or is at another point of the program.
             Exception: whatever `on_zero` raised, on every rank (an error that is not ours arrives as RemoteRankError).
         """
-        if self.world_size == 1:
-            return on_zero([value])
         if self.rank == 0:
-            return self._lead(what, value, on_zero)
-        deadline = time.monotonic() + 2 * self.timeout + _GRACE
+            return self._lead(what, value, on_zero, undo)
+        limit = 2 * self.timeout + _GRACE  # rank 0 may come late itself, and then waits for others
+        deadline = time.monotonic() + limit
         try:
             _send(self._up, 0, {"what": what, "value": value}, deadline)
             reply = _receive(self._down, 0, deadline)
         except RuntimeError as error:
-            raise RankMissing(f"{what}: rank 0 {_plight(error, 2 * self.timeout)}", ranks=[0]) from None
+            raise RankMissing(f"{what}: rank 0 {_plight(error, limit)}", ranks=[0]) from None
         if "error" in reply:
             raise _unpack_error(reply["error"], by=0)
         return reply["value"]
@@ -84,11 +86,16 @@ class Ranks:
         return self.exchange(what, None, lambda _: value)
 
     def agree(
-        self, what: str, work: Callable[[], Any], on_zero: Callable[[list[Any]], Any] = lambda values: values
+        self,
+        what: str,
+        work: Callable[[], Any],
+        on_zero: Callable[[list[Any]], Any] = lambda values: values,
+        undo: Callable[[], None] = lambda: None,
     ) -> Any:
         """Run `work` on every rank, then `on_zero(results by rank)` on rank 0; every rank returns what that returns.
 
-        When `work` fails on any rank, `on_zero` does not run and every rank raises that rank's error.
+        When `work` fails on any rank, `on_zero` does not run and every rank raises that rank's error; when either
+        fails, or a rank is missing, rank 0 runs `undo` before any rank raises.
         """
         own: Exception | None = None
         result: dict[str, Any]
@@ -104,7 +111,7 @@ class Ranks:
             return on_zero([other["ok"] for other in results])
 
         try:
-            return self.exchange(what, result, lead)
+            return self.exchange(what, result, lead, undo)
         except RankMissing:
             raise
         except Exception:
@@ -151,7 +158,7 @@ class Ranks:
             raise RankMissing(f"step: {said}", ranks=[*lost])
         return int(tensor.item())
 
-    def _lead(self, what: str, value: Any, on_zero: Callable[[list[Any]], Any]) -> Any:
+    def _lead(self, what: str, value: Any, on_zero: Callable[[list[Any]], Any], undo: Callable[[], None]) -> Any:
         others = range(1, self.world_size)
         deadline = time.monotonic() + self.timeout
         posted, values, lost, strayed = {}, [value], {}, {}
@@ -185,6 +192,8 @@ class Ranks:
                 answer = on_zero(values)
             except Exception as error:
                 failure = error
+        if failure is not None:
+            undo()
         reply = {"value": answer} if failure is None else {"error": _pack_error(failure)}
         answer_by = time.monotonic() + _GRACE
         for rank in others:
