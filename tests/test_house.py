@@ -21,7 +21,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = {"checkpoint", "elastic", "runtime", "weights", "observe"}
 DOORS = {("weights", "checkpoint"), ("runtime", "checkpoint"), ("observe", "checkpoint.store")}
 """Which room may look into which other one."""
-PURE = ["checkpoint/layout.py", "elastic/plan.py", "elastic/windows.py", "elastic/order.py", "policy.py", "progress.py"]
+PURE = [
+    "checkpoint/documents.py", "checkpoint/layout.py", "elastic/plan.py", "elastic/windows.py", "elastic/order.py",
+    "policy.py", "progress.py",
+]  # fmt: skip
 PUBLIC = [
     "CheckpointInfo", "CheckpointManager", "ElasticLoader", "ElasticPolicy", "ElasticStream", "KeepPolicy", "Position",
     "Problem", "ResumePlan", "RunShape", "SavePolicy", "TorchTrainer", "TrainState", "errors", "find_checkpoint",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pimm_ray.checkpoint.documents import short
 from pimm_ray.errors import CorruptCheckpoint, UnstorableState
 
 _TAG = "$"
@@ -19,6 +21,7 @@ _MAX_DEPTH = 80
 _MAX_BITS = 4096
 """Python refuses to print or parse decimal integers that are much longer; hexadecimal ones have no limit."""
 _ARRAY_KINDS = "biufcSUmM"
+_DTYPE = re.compile(rf"[<>|=][{_ARRAY_KINDS}]\d{{1,9}}(\[\d{{0,9}}[A-Za-z]{{1,7}}\])?")
 
 
 def encode(value: Any, key: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -33,16 +36,17 @@ def encode(value: Any, key: str, tensors: dict[str, torch.Tensor]) -> Any:
     return _encode(value, key, tensors, 0)
 
 
-def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The value that `encode` was given.
+def decode(document: Any, tensors: Mapping[str, torch.Tensor], key: str = "value", *, file: str = "") -> Any:
+    """The value that `encode` was given. `key` and `file` are for messages.
 
     Raises:
         CorruptCheckpoint: the document is not one that `encode` makes, or names a tensor that is not there.
     """
     try:
-        return _decode(document, tensors)
-    except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
-        raise CorruptCheckpoint(f"stored state cannot be decoded: {error!r}") from error
+        return _decode(document, tensors, 0)
+    except (KeyError, TypeError, ValueError, OverflowError, SystemError, RecursionError) as error:
+        what = f"{file}: {key} cannot be decoded: {type(error).__name__}: {short(str(error))}"
+        raise CorruptCheckpoint(what, file=file) from None
 
 
 def tensor_reference(key: str) -> dict[str, str]:
@@ -113,36 +117,55 @@ def _encode(value: Any, key: str, tensors: dict[str, torch.Tensor], depth: int) 
     )
 
 
-def _decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _decode(document: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"nested more than {_MAX_DEPTH} deep")
+
+    def inner(item: Any) -> Any:
+        return _decode(item, tensors, depth + 1)
+
     if isinstance(document, list):
-        return [_decode(item, tensors) for item in document]
+        return [inner(item) for item in document]
     if not isinstance(document, dict):
         return document
     if _TAG not in document:
-        return {name: _decode(item, tensors) for name, item in document.items()}
+        return {name: inner(item) for name, item in document.items()}
     kind = document[_TAG]
     if kind == "tensor":
         return tensors[document["key"]]
     stored = document["v"]
     if kind == "float":
-        return float(stored)
+        return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[stored]
     if kind == "int":
         return int(stored, 16)
     if kind == "bytes":
-        return base64.b64decode(stored)
+        return base64.b64decode(stored, validate=True)
     if kind in ("array", "scalar"):
-        dtype = np.dtype(stored_dtype := document["dtype"])
-        if dtype.kind not in _ARRAY_KINDS:
-            raise ValueError(f"dtype {stored_dtype!r}")
-        array: Any = np.ndarray(document["shape"], dtype, base64.b64decode(stored))
-        return array[()] if kind == "scalar" else array.copy()
-    value = _decode(stored, tensors)
+        return _decode_array(kind, document)
+    if type(stored) is not list:
+        raise TypeError(f"{kind} of a {type(stored).__name__}")
     if kind in ("dict", "OrderedDict", "Counter"):
-        plain = {key: item for key, item in value}
+        plain = {inner(name): inner(item) for name, item in stored}
         return {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[kind](plain)
+    value = [inner(item) for item in stored]
     if kind == "complex":
-        return complex(*value)
+        real, imaginary = value
+        return complex(float(real), float(imaginary))
+    if kind == "Size" and any(type(size) is not int or size < 0 for size in value):
+        raise ValueError("torch.Size of something else than sizes")
     return {"tuple": tuple, "set": set, "frozenset": frozenset, "Size": torch.Size}[kind](value)
+
+
+def _decode_array(kind: str, document: dict[str, Any]) -> Any:
+    name, shape, data = document["dtype"], document["shape"], base64.b64decode(document["v"], validate=True)
+    dtype = np.dtype(name) if type(name) is str and _DTYPE.fullmatch(name) else None
+    if dtype is None or any(type(size) is not int or size < 0 for size in shape) or (kind == "scalar" and shape):
+        raise ValueError(f"{kind} of dtype {short(name)} and shape {short(shape)}")
+    # Equal sizes: else a line of text would stand for gigabytes. An item of no bytes has some when it is copied.
+    if (len(data) < dtype.itemsize) if kind == "scalar" else (math.prod(shape) * (dtype.itemsize or 1) != len(data)):
+        raise ValueError(f"{len(data)} bytes for shape {short(shape)} of {name}")
+    array: Any = np.ndarray(shape, dtype, data)
+    return array[()] if kind == "scalar" else array.copy()
 
 
 def _tagged(kind: str, value: Any) -> dict[str, Any]:

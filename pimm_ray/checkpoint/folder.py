@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ import xxhash
 
 from pimm_ray.checkpoint import layout
 from pimm_ray.checkpoint.codec import decode, encode
+from pimm_ray.checkpoint.documents import parse_json
 from pimm_ray.checkpoint.layout import FileEntry, Manifest
+from pimm_ray.checkpoint.schema import check_head, check_rank
 from pimm_ray.checkpoint.shards import Piece, ShardIndex, raw_bytes, spec_of, split_rows, split_whole, write_shard
 from pimm_ray.checkpoint.state import Snapshot
 from pimm_ray.checkpoint.store import Store
@@ -145,7 +147,7 @@ def _cannot_be_withdrawn(store: Store, marker: bytes) -> bool:
 
 def read_manifest(store: Store) -> Manifest:
     """Raises FileNotFoundError when there is no marker, CorruptCheckpoint and others as `Manifest.parse`."""
-    data = store.read(layout.MARKER, limit=layout.MAX_DOCUMENT)
+    data = store.read(layout.MARKER, limit=layout.MAX_MARKER)
     return Manifest.parse(data, path=store.full(layout.MARKER))
 
 
@@ -154,6 +156,8 @@ def read_document(store: Store, id: str) -> dict[str, Any]:
     path = store.full(layout.STATE)
     document = layout.parse_document(store.read(layout.STATE, limit=layout.MAX_DOCUMENT), path=path)
     _same_id(store, layout.STATE, document.get("id"), id)
+    with _checking(store, layout.STATE):
+        check_head(document)
     return document
 
 
@@ -179,10 +183,23 @@ def read_snapshot(store: Store, manifest: Manifest, document: dict[str, Any]) ->
 def read_rank(store: Store, manifest: Manifest, rank: int) -> Any:
     """What rank `rank` of the saving job stored of its own."""
     name = layout.rank_file(rank)
+    if all(entry.path != name for entry in manifest.files):
+        raise CorruptCheckpoint(f"{store.path} names no {name}: no rank {rank} has saved", file=layout.MARKER)
     index = ShardIndex(store, [name])
     metadata = index.metadata[name]
     _same_id(store, name, metadata.get(layout.ID_KEY), manifest.id)
-    return decode(json.loads(metadata[layout.DOCUMENT_KEY]), index.load())
+    with _checking(store, name):
+        own = decode(parse_json(metadata.get(layout.DOCUMENT_KEY, "")), index.load(), "rank", file=name)
+        check_rank(own, manifest.world_size)
+    return own
+
+
+@contextlib.contextmanager
+def _checking(store: Store, name: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise CorruptCheckpoint(f"{store.full(name)}: {error}", file=name) from None
 
 
 def _same_id(store: Store, name: str, found: Any, expected: str) -> None:

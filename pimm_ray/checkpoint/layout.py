@@ -11,7 +11,21 @@ from typing import Any
 
 import xxhash
 
-from pimm_ray.errors import CheckpointVersionError, CorruptCheckpoint, UnsafeCheckpoint
+from pimm_ray.checkpoint.documents import (
+    MAX_NAME,
+    by_name,
+    is_count,
+    is_finite,
+    is_name,
+    is_number,
+    is_positive,
+    is_text,
+    optional,
+    parse_json,
+    require,
+    short,
+)
+from pimm_ray.errors import CheckpointVersionError, CorruptCheckpoint, UnsafeCheckpoint, UnstorableState
 
 SCHEMA = "pimm_ray.checkpoint"
 VERSION = 4
@@ -31,8 +45,36 @@ DOCUMENT_KEY = "pimm_ray.state"
 BLOCK = 16 * 2**20
 """Bytes covered by one digest."""
 
-MAX_DOCUMENT = 256 * 2**20
+MAX_DOCUMENT = 64 * 2**20
+"""Bytes of `state.json`. JSON takes up to 25 times its size in memory."""
+MAX_MARKER = 32 * 2**20
+"""Bytes of a marker: 25 TB of digests, or the files of 30,000 ranks."""
+MAX_FILES = 200_000
 _NOT_FINITE: dict[Any, Any] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_DIGEST = re.compile(r"[0-9a-f]{16}")
+_HEAD: dict[str, Any] = {
+    "id": is_name,
+    "parent": optional(is_name),
+    "step": is_count,
+    "epoch": is_count,
+    "attempt": is_count,
+    "world_size": is_positive,
+    "created": is_finite,
+    "reason": is_text,
+}
+_MANIFEST: dict[str, Any] = {
+    **_HEAD,
+    "metrics": by_name(lambda value: is_text(value) or is_number(value) or type(value) is bool),
+    "files": [
+        {
+            "path": is_text,
+            "bytes": is_count,
+            "xxh3": [lambda value: is_text(value) and _DIGEST.fullmatch(value)],
+            # One block is read at once.
+            "block": lambda value: is_count(value) and 2**12 <= value <= 2**28,
+        }
+    ],
+}
 _NAME = re.compile(r"checkpoint_(\d{1,18})-(\d{1,9})-([0-9a-f]{4})")
 
 
@@ -89,7 +131,12 @@ class Manifest:
     def to_json(self) -> bytes:
         document = {"schema": SCHEMA, "version": VERSION, **asdict(self)}
         document["metrics"] = {key: _plain(value) for key, value in self.metrics.items()}
-        return seal(document)
+        data = seal(document)
+        if len(data) > MAX_MARKER:
+            raise UnstorableState(
+                f"{MARKER} would have {len(data)} bytes and may have {MAX_MARKER}: shorten the metrics"
+            )
+        return data
 
     @staticmethod
     def parse(data: bytes, *, path: str) -> Manifest:
@@ -103,35 +150,21 @@ class Manifest:
         document = parse_document(data, path=path)
         check_seal(data, path=path)
         try:
-            files = tuple(
-                FileEntry(
-                    _text(entry["path"]),
-                    _count(entry["bytes"]),
-                    tuple(_text(digest) for digest in entry["xxh3"]),
-                    _count(entry["block"]),
-                )
-                for entry in document["files"]
-            )
-            parent = document["parent"]
-            manifest = Manifest(
-                id=_text(document["id"]),
-                parent=None if parent is None else _text(parent),
-                step=_count(document["step"]),
-                epoch=_count(document["epoch"]),
-                attempt=_count(document["attempt"]),
-                world_size=_count(document["world_size"]),
-                created=float(document["created"]),
-                reason=_text(document["reason"]),
-                metrics={key: _NOT_FINITE.get(value, value) for key, value in document["metrics"].items()},
-                files=files,
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptCheckpoint(f"{path} is not a valid manifest ({error!r})", file=MARKER) from None
+            require(document, _MANIFEST)
+            if len(document["files"]) > MAX_FILES:
+                raise ValueError(f"{len(document['files'])} files, more than {MAX_FILES}")
+        except ValueError as error:
+            raise CorruptCheckpoint(f"{path} is not a valid manifest: {error}", file=MARKER) from None
+        files = tuple(FileEntry(e["path"], e["bytes"], tuple(e["xxh3"]), e["block"]) for e in document["files"])
         for entry in files:
             check_inside(entry.path, where=path)
-            if entry.block < 1 or len(entry.xxh3) != -(-entry.bytes // entry.block):
+            if len(entry.xxh3) != -(-entry.bytes // entry.block):
                 raise CorruptCheckpoint(f"{path}: wrong number of digests for {entry.path}", file=MARKER)
-        return manifest
+        names = {entry.path for entry in files}
+        if len(names) != len(files) or STATE not in names:
+            raise CorruptCheckpoint(f"{path} names no {STATE}, or a file twice", file=MARKER)
+        metrics = {key: _NOT_FINITE.get(value, value) for key, value in document["metrics"].items()}
+        return Manifest(**{key: document[key] for key in _HEAD}, metrics=metrics, files=files)
 
 
 def seal(document: dict[str, Any]) -> bytes:
@@ -153,24 +186,27 @@ def _end(text: bytes) -> bytes:
 
 def parse_document(data: bytes, *, path: str) -> dict[str, Any]:
     """The JSON object in `data`, when it is of our schema and of a version we read."""
+    file = path.rsplit("/", 1)[-1]
     try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{path} is not JSON ({error})", file=path.rsplit("/", 1)[-1]) from None
+        document = parse_json(data)
+    except ValueError as error:
+        raise CorruptCheckpoint(f"{path} is not JSON ({error})", file=file) from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise CheckpointVersionError(f"{path} is not of schema {SCHEMA!r}: not a checkpoint of pimm_ray")
     if document.get("version") != VERSION:
         raise CheckpointVersionError(
-            f"{path} has version {document.get('version')!r}; this release reads {VERSION}: install the release "
+            f"{path} has version {short(document.get('version'))}; this release reads {VERSION}: install the release "
             "that wrote it"
         )
     return document
 
 
 def check_inside(path: str, *, where: str) -> None:
-    """Refuse a relative path that could lead out of its folder."""
-    if "\\" in path or "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
-        raise UnsafeCheckpoint(f"{where} names {path!r}, which is not a plain path inside the checkpoint folder")
+    """Refuse a relative path that could lead out of its folder, or that some filesystem reads otherwise."""
+    parts = path.split("/")
+    plain = path.isprintable() and len(path) <= MAX_NAME and not set(path) & set("\\:")
+    if not plain or any(part in ("", ".", "..") or len(part) > 255 for part in parts):
+        raise UnsafeCheckpoint(f"{where} names {short(path)}, which is not a plain path inside the checkpoint folder")
 
 
 def rank_file(rank: int) -> str:
@@ -190,15 +226,3 @@ def weights_file(index: int, count: int) -> str:
 def _plain(value: Any) -> Any:
     """JSON has no NaN or infinity."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not a string")
-    return value
-
-
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TypeError(f"{value!r} is not a count")
-    return value

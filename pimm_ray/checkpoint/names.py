@@ -46,3 +46,9 @@ def _prefixes(module: nn.Module, full: str, bare: str) -> Iterator[tuple[str, st
             name == "module" and isinstance(module, DistributedDataParallel | DataParallel | AveragedModel)
         )
         yield from _prefixes(child, f"{full}{name}.", bare if wrapped else f"{bare}{name}.")
+
+
+def some(names: list[str], limit: int = 8) -> str:
+    """Names as a message lists them."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from pimm_ray.checkpoint.documents import MAX_NAME, by_name, is_count, is_text, parse_json, require, short
 from pimm_ray.checkpoint.layout import FileEntry
 from pimm_ray.checkpoint.store import Store
 from pimm_ray.errors import CorruptCheckpoint, UnstorableState
@@ -40,6 +42,16 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER = 100_000_000
 _SHARDING = "DCP_SHARDING_INFO"
+_FIRST_READ = 2**16
+"""Bytes read at once of each file: on object storage a request costs more than these."""
+_MAX_DIMENSIONS = 64
+_MAX_CUTS = 8
+"""Dimensions along which one tensor may be cut; 2 to that power corners of each piece are counted."""
+_ENTRY = {
+    "dtype": lambda value: is_text(value) and value in _DTYPES,
+    "shape": [is_count],
+    "data_offsets": lambda value: type(value) is list and len(value) == 2 and all(map(is_count, value)),
+}
 
 
 class Spec(NamedTuple):
@@ -78,6 +90,8 @@ class Piece(NamedTuple):
 def spec_of(key: str, tensor: torch.Tensor) -> Spec:
     if tensor.dtype not in _NAMES:
         raise UnstorableState(f"{key}: safetensors cannot store {tensor.dtype}; convert it before saving", key=key)
+    if len(key) > MAX_NAME:
+        raise UnstorableState(f"a name has {len(key)} characters and may have {MAX_NAME}: {short(key)}", key=key)
     return Spec(key, tuple(tensor.shape), tensor.dtype)
 
 
@@ -202,11 +216,11 @@ class ShardIndex:
         for name in names:
             try:
                 self.metadata[name], found = _read_header(store, name)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise CorruptCheckpoint(f"{store.full(name)}: bad safetensors header ({error!r})", file=name) from None
+            except ValueError as error:
+                raise CorruptCheckpoint(f"{store.full(name)}: bad safetensors header: {error}", file=name) from None
             for key, dtype, slot in found:
                 if dtypes.setdefault(key, dtype) != dtype:
-                    raise CorruptCheckpoint(f"{store.full(name)}: {key!r} has another dtype elsewhere", file=name)
+                    raise CorruptCheckpoint(f"{store.full(name)}: {short(key)} has another dtype elsewhere", file=name)
                 slots.setdefault(key, []).append(slot)
         self.tensors = {key: self._join(key, dtypes[key], found) for key, found in slots.items()}
 
@@ -235,34 +249,77 @@ class ShardIndex:
         return found
 
     def _join(self, key: str, dtype: torch.dtype, slots: list[Slot]) -> Stored:
-        shape = tuple(
-            max(slot.offsets[axis] + slot.shape[axis] for slot in slots) for axis in range(len(slots[0].shape))
-        )
-        if sum(math.prod(slot.shape) for slot in slots) != math.prod(shape):
-            raise CorruptCheckpoint(f"{self.store}: the pieces of {key!r} do not make up a tensor", file=slots[0].file)
+        try:
+            if len({len(slot.shape) for slot in slots}) > 1:
+                raise ValueError
+            shape = tuple(
+                max(slot.offsets[axis] + slot.shape[axis] for slot in slots) for axis in range(len(slots[0].shape))
+            )
+            if not _possible(shape, dtype) or not _fill_exactly(shape, slots):
+                raise ValueError
+        except ValueError:
+            raise CorruptCheckpoint(
+                f"{self.store}: the pieces of {short(key)} do not make up a tensor", file=slots[0].file
+            ) from None
         return Stored(dtype, shape, tuple(slots))
 
 
+def _possible(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether torch can make such a tensor, if there is memory; of an empty one it multiplies the other sizes too."""
+    return len(shape) <= _MAX_DIMENSIONS and math.prod(max(size, 1) for size in shape) * dtype.itemsize < 2**63
+
+
+def _fill_exactly(shape: tuple[int, ...], slots: list[Slot]) -> bool:
+    """Whether the pieces cover the whole, and each place of it once.
+
+    Give each corner of a box the sign of the parity of its upper sides: boxes add up to one box exactly when the signs
+    at each place add up to those of that box's corners. That needs no comparison of pieces with each other.
+    """
+    cut = [axis for axis, size in enumerate(shape) if any(slot.shape[axis] != size for slot in slots)]
+    if len(cut) > _MAX_CUTS:
+        return False
+    signs: Counter[tuple[int, ...]] = Counter()
+    whole = Slot("", 0, shape, (0,) * len(shape))
+    for box, weight in [(whole, -1), *((slot, 1) for slot in slots)]:
+        for upper in itertools.product((0, 1), repeat=len(cut)):
+            corner = tuple(box.offsets[axis] + up * box.shape[axis] for axis, up in zip(cut, upper, strict=True))
+            signs[corner] += weight * (-1) ** sum(upper)
+    return not any(signs.values())
+
+
 def _read_header(store: Store, name: str) -> tuple[dict[str, str], list[tuple[str, torch.dtype, Slot]]]:
-    prefix = bytearray(8)
-    store.read_into(name, [(0, memoryview(prefix))])
-    size = int.from_bytes(prefix, "little")
-    if size > _MAX_HEADER:
-        raise ValueError(f"header of {size} bytes")
-    text = bytearray(size)
-    store.read_into(name, [(8, memoryview(text))])
-    header = json.loads(text)
+    """Raises ValueError unless the header describes the file, byte by byte: what it names can then be allocated."""
+    start, total = store.peek(name, _FIRST_READ)
+    size = int.from_bytes(start[:8], "little")
+    if len(start) < 8 or not 2 <= size <= min(_MAX_HEADER, total - 8):
+        raise ValueError(f"{size} bytes of header in a file of {total}")
+    text = bytearray(start[8 : 8 + size])
+    if len(text) < size:
+        text += bytes(size - len(text))
+        store.read_into(name, [(len(start), memoryview(text)[len(start) - 8 :])])
+    header = parse_json(text)
+    require(header, {})
     metadata = header.pop("__metadata__", {})
-    sharding = json.loads(metadata[_SHARDING]) if _SHARDING in metadata else None
-    found = []
+    require(metadata, by_name(is_text), "__metadata__")
+    places = parse_json(metadata[_SHARDING]) if _SHARDING in metadata else None
+    found, ends = [], [(0, 0)]
     for key, entry in header.items():
-        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-        begin, end = entry["data_offsets"]
-        offsets = tuple(sharding[key]["saved_offsets"]) if sharding is not None else (0,) * len(shape)
-        size_fits = end - begin == math.prod(shape) * dtype.itemsize
-        if not size_fits or len(offsets) != len(shape) or min(*shape, *offsets, 0, 0) < 0:
-            raise ValueError(f"{key!r} contradicts itself")
+        if len(key) > MAX_NAME:
+            raise ValueError(f"a name of {len(key)} characters")
+        require(entry, _ENTRY, short(key))
+        dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+        offsets = (0,) * len(shape)
+        if places is not None:
+            require(places, {key: {"saved_offsets": [is_count]}}, _SHARDING)
+            offsets = tuple(places[key]["saved_offsets"])
+        size_fits = _possible(shape, dtype) and end - begin == math.prod(shape) * dtype.itemsize
+        if not size_fits or len(offsets) != len(shape):
+            raise ValueError(f"{short(key)} contradicts itself")
+        ends.append((begin, end))
         found.append((key, dtype, Slot(name, 8 + size + begin, shape, offsets)))
+    ends.sort()
+    if ends[-1][1] != total - 8 - size or any(a[1] != b[0] for a, b in itertools.pairwise(ends)):
+        raise ValueError("its tensors overlap, leave a hole, or do not end where the file ends")
     return metadata, found
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,13 +14,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pimm_ray.checkpoint.codec import decode, encode
-from pimm_ray.checkpoint.names import bare_names, parameter_names
+from pimm_ray.checkpoint.codec import encode
+from pimm_ray.checkpoint.documents import short
+from pimm_ray.checkpoint.names import bare_names, parameter_names, some
+from pimm_ray.checkpoint.optimizers import apply_optimizer, collect_optimizer, match_groups
 from pimm_ray.checkpoint.schedules import load_by_group
-from pimm_ray.errors import StateMismatch, UnstorableState
-
-_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-"""Group settings that say how an optimizer computes, not what: the present ones hold."""
+from pimm_ray.checkpoint.schema import State, alike
+from pimm_ray.errors import PimmRayError, StateMismatch, UnstorableState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ def collect(objects: Objects) -> Snapshot:
     document = {
         "model": {"aliases": aliases, "extra_state": extra_state},
         "optimizers": [
-            _collect_optimizer(optimizer, f"optimizer.{i}", by_id, trainer)
+            collect_optimizer(optimizer, f"optimizer.{i}", by_id, trainer)
             for i, optimizer in enumerate(objects.optimizers)
         ],
         "schedulers": [
@@ -108,35 +109,50 @@ def apply(objects: Objects, snapshot: Snapshot) -> list[str]:
     Raises:
         StateMismatch: the state does not fit; nothing was changed.
     """
-    notes = _check(objects, snapshot)
-    document = snapshot.document
+    saved = State(snapshot.document, snapshot.trainer, snapshot.tensors)
+    notes = _check(objects, snapshot, saved)
     names = bare_names(objects.model)
-    aliases = document["model"]["aliases"]
-    extra_state = {n: decode(v, snapshot.tensors) for n, v in document["model"]["extra_state"].items()}
     live = objects.model.state_dict()
     with torch.no_grad():
         for key, target in live.items():
             if isinstance(target, torch.Tensor):
-                target.copy_(snapshot.weights[aliases.get(names[key], names[key])])
+                target.copy_(snapshot.weights[saved.aliases.get(names[key], names[key])])
     # A module whose state_dict() gives copies takes them back in load_state_dict() only.
-    if extra_state or _gives_copies(objects.model, live):
-        full = {key: extra_state.get(names[key], value) for key, value in live.items()}
-        objects.model.load_state_dict(full)
-    for i, optimizer in enumerate(objects.optimizers):
-        notes += _apply_optimizer(
-            optimizer, i, document["optimizers"][i], snapshot.trainer, objects.model, bool(objects.schedulers)
-        )
-    for scheduler, saved in zip(objects.schedulers, document["schedulers"], strict=True):
-        state = decode(saved["state"], snapshot.tensors)
-        load_by_group(scheduler, partial(scheduler.load_state_dict, state), partial(_homes, objects, document))
-    scaler_state = decode(document["scaler"], snapshot.tensors)
-    if _scaler_state(objects.scaler) is not None and scaler_state is not None:
-        objects.scaler.load_state_dict(scaler_state)
+    if saved.extra_state or _gives_copies(objects.model, live):
+        full = {key: saved.extra_state.get(names[key], value) for key, value in live.items()}
+        with _restoring("model"):
+            objects.model.load_state_dict(full)
+    for i, (optimizer, old) in enumerate(zip(objects.optimizers, saved.optimizers, strict=True)):
+        with _restoring(f"optimizer.{i}"):
+            notes += apply_optimizer(optimizer, i, old, objects.model, bool(objects.schedulers))
+    for i, (scheduler, old) in enumerate(zip(objects.schedulers, saved.schedulers, strict=True)):
+        load = partial(scheduler.load_state_dict, old["state"])
+        with _restoring(f"scheduler.{i}"):
+            load_by_group(scheduler, load, partial(_homes, objects, saved))
+    if _scaler_state(objects.scaler) is not None and saved.scaler is not None:
+        with _restoring("scaler"):
+            objects.scaler.load_state_dict(saved.scaler)
     if objects.ema is not None:
-        _apply_ema(objects.ema, decode(document["ema"], snapshot.trainer))
+        with _restoring("ema"):
+            _apply_ema(objects.ema, saved.ema)
     for name, value in objects.extra.items():
-        _apply_extra(value, decode(document["extra"][name], snapshot.tensors))
+        with _restoring(f"extra[{name!r}]"):
+            _apply_extra(value, saved.extra[name])
     return notes
+
+
+@contextmanager
+def _restoring(what: str) -> Iterator[None]:
+    """Whatever an object's own load_state_dict() raises comes out with the name of that object."""
+    try:
+        yield
+    except PimmRayError:
+        raise
+    except Exception as error:
+        raise StateMismatch(
+            f"{what} does not take the state that was saved of it: {type(error).__name__}: {error}. The objects before "
+            "it are restored by now: make all of them anew before another resume"
+        ) from error
 
 
 def is_extra(value: Any) -> bool:
@@ -153,6 +169,11 @@ def _require_data(tensor: torch.Tensor, key: str) -> None:
             f"{key} is {what}: only dense tensors can be stored; register_buffer(..., persistent=False) leaves it out",
             key=key,
         )
+
+
+def _is_part_of(scheduler: Any, name: Any) -> bool:
+    """Whether a saved value of that name would take the place of a method or of the optimizer."""
+    return name == "optimizer" or callable(getattr(scheduler, str(name), None))
 
 
 def _gives_copies(model: nn.Module, live: Mapping[str, Any]) -> bool:
@@ -209,47 +230,14 @@ def _apply_ema(ema: Any, saved: dict[str, Any]) -> None:
     ema.load_state_dict(saved)
 
 
-def _collect_optimizer(
-    optimizer: torch.optim.Optimizer, prefix: str, names: dict[int, str], tensors: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    state, groups = {}, []
-    for i, group in enumerate(optimizer.param_groups):
-        members = _member_names(group, f"{prefix}.group.{i}", names)
-        for name, parameter in zip(members, group["params"], strict=True):
-            if optimizer.state.get(parameter):
-                state[name] = encode(dict(optimizer.state[parameter]), f"{prefix}.{name}", tensors)
-        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append({**encode(settings, f"{prefix}.group.{i}", tensors), "params": members})
-    other = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
-    return {
-        "class": type(optimizer).__name__,
-        "groups": groups,
-        "state": state,
-        "global": encode(other, f"{prefix}.global", tensors),
-    }
-
-
-def _member_names(group: Mapping[str, Any], prefix: str, names: Mapping[int, str]) -> list[str]:
-    for i, parameter in enumerate(group["params"]):
-        if id(parameter) not in names:
-            raise UnstorableState(
-                f"{prefix}: parameter {i} (shape {tuple(parameter.shape)}) is not in `model`, so it has no name; give "
-                "the manager one module that holds every optimized parameter (torch.nn.ModuleDict joins several)",
-                key=prefix,
-            )
-    return [names[id(parameter)] for parameter in group["params"]]
-
-
-def _check(objects: Objects, snapshot: Snapshot) -> list[str]:
-    document = snapshot.document
+def _check(objects: Objects, snapshot: Snapshot, saved: State) -> list[str]:
     missing: list[str] = []
     unexpected: list[str] = []
     shapes: dict[str, Any] = {}
     notes: list[str] = []
 
-    aliases = document["model"]["aliases"]
+    aliases, extra_state = saved.aliases, saved.extra_state
     names = bare_names(objects.model)
-    extra_state = document["model"]["extra_state"]
     wanted = {names[key]: value for key, value in objects.model.state_dict().items()}
     owners: dict[Any, torch.Tensor] = {}
     for name, value in wanted.items():
@@ -269,50 +257,59 @@ def _check(objects: Objects, snapshot: Snapshot) -> list[str]:
     held = {*snapshot.weights, *aliases, *extra_state}
     unexpected += [f"model.{name}" for name in sorted(held - wanted.keys())]
 
-    for kind, present in (("optimizer", objects.optimizers), ("scheduler", objects.schedulers)):
-        saved = document[kind + "s"]
+    for kind, present, stored_ones in (
+        ("optimizer", objects.optimizers, saved.optimizers),
+        ("scheduler", objects.schedulers, saved.schedulers),
+    ):
         classes = [type(item).__name__ for item in present]
-        before = [item["class"] for item in saved]
+        before = [item["class"] for item in stored_ones]
         if len(classes) > len(before):
             missing += [f"{kind}.{i} ({classes[i]})" for i in range(len(before), len(classes))]
         unexpected += [f"{kind}.{i} ({before[i]})" for i in range(len(classes), len(before))]
         for i, (old, new) in enumerate(zip(before, classes, strict=False)):
             if old != new:
                 shapes[f"{kind}.{i}"] = (old, new)
-    if objects.ema is not None and document["ema"] is None:
+    for i, (scheduler, old) in enumerate(zip(objects.schedulers, saved.schedulers, strict=False)):
+        live, was = scheduler.state_dict(), old["state"]
+        if isinstance(live, dict) and isinstance(was, dict):
+            shapes |= _unlike(f"scheduler.{i}", live, was)
+            unexpected += [f"scheduler.{i}.{key}" for key in was.keys() - live.keys() if _is_part_of(scheduler, key)]
+    if objects.ema is not None and saved.ema is None:
         missing.append("ema")
-    if objects.ema is None and document["ema"] is not None:
+    if objects.ema is None and saved.ema is not None:
         unexpected.append("ema")
-    elif isinstance(objects.ema, nn.Module) and document["ema"] is not None:
-        now = set(bare_names(objects.ema).values())
-        missing += [f"ema.{name}" for name in sorted(now - document["ema"].keys())]
-        unexpected += [f"ema.{name}" for name in sorted(document["ema"].keys() - now)]
-        stored_ema = decode(document["ema"], snapshot.trainer)
-        for name, value in _ema_state(objects.ema).items():
-            _compare(f"ema.{name}", stored_ema.get(name), value, shapes)
-    missing += [f"extra.{name}" for name in objects.extra if name not in document["extra"]]
-    for name in sorted(document["extra"].keys() & objects.extra.keys()):
-        was, live = decode(document["extra"][name], snapshot.tensors), objects.extra[name]
+    elif isinstance(objects.ema, nn.Module) and isinstance(saved.ema, dict):
+        averaged = _ema_state(objects.ema)
+        missing += [f"ema.{name}" for name in sorted(averaged.keys() - saved.ema.keys())]
+        unexpected += [f"ema.{name}" for name in sorted(map(str, saved.ema.keys() - averaged.keys()))]
+        for name, value in averaged.items():
+            _compare(f"ema.{name}", saved.ema.get(name), value, shapes)
+    missing += [f"extra.{name}" for name in objects.extra if name not in saved.extra]
+    for name in sorted(saved.extra.keys() & objects.extra.keys()):
+        was, live = saved.extra[name], objects.extra[name]
         if any(isinstance(live, plain) and not isinstance(was, plain) for plain in (dict, list)):
             shapes[f"extra.{name}"] = (type(was).__name__, type(live).__name__)
-    for name in sorted(document["extra"].keys() - objects.extra.keys()):
+    for name in sorted(saved.extra.keys() - objects.extra.keys()):
         notes.append(f"extra.{name} of the checkpoint is not used: no such entry in extra= now")
-    had, has = document["scaler"] is not None, _scaler_state(objects.scaler) is not None
+    had, has = saved.scaler is not None, _scaler_state(objects.scaler) is not None
     if has and not had:
         notes.append("the checkpoint has no gradient scaler state: the scaler starts fresh")
     if had and not has:
         notes.append("the checkpoint's gradient scaler state is not used: there is no enabled scaler now")
-    for i, (optimizer, saved) in enumerate(zip(objects.optimizers, document["optimizers"], strict=False)):
-        _match_groups(optimizer, i, saved, parameter_names(objects.model))
+    for i, (optimizer, old) in enumerate(zip(objects.optimizers, saved.optimizers, strict=False)):
+        for n, match in enumerate(match_groups(optimizer, i, old, parameter_names(objects.model))):
+            if match is not None:
+                settings = {key: value for key, value in optimizer.param_groups[n].items() if key != "params"}
+                shapes |= _unlike(f"optimizer.{i}.group.{n}", settings, old["groups"][match])
 
     if missing or unexpected or shapes:
         said = []
         if missing:
-            said.append(f"not in the checkpoint: {_some(missing)}")
+            said.append(f"not in the checkpoint: {some(missing)}")
         if unexpected:
-            said.append(f"in the checkpoint but not here: {_some(unexpected)}")
+            said.append(f"in the checkpoint but not here: {some(unexpected)}")
         if shapes:
-            said.append("saved as / now: " + _some([f"{key} {old} / {new}" for key, (old, new) in shapes.items()]))
+            said.append("saved as / now: " + some([f"{key} {old} / {new}" for key, (old, new) in shapes.items()]))
         raise StateMismatch(
             f"the checkpoint does not fit the objects to be restored: {'; '.join(said)}. Build the same model, "
             "optimizer and scheduler as the run that saved it",
@@ -323,6 +320,15 @@ def _check(objects: Objects, snapshot: Snapshot) -> list[str]:
     return notes
 
 
+def _unlike(key: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Values of which the saved one cannot take the live one's place."""
+    return {
+        f"{key}.{name}": (short(saved[name]), short(value))
+        for name, value in live.items()
+        if name in saved and not alike(value, saved[name])
+    }
+
+
 def _compare(key: str, stored: Any, live: Any, shapes: dict[str, Any]) -> None:
     if not isinstance(stored, torch.Tensor) or not isinstance(live, torch.Tensor):
         return
@@ -330,116 +336,13 @@ def _compare(key: str, stored: Any, live: Any, shapes: dict[str, Any]) -> None:
         shapes[key] = (_describe(stored), _describe(live))
 
 
-def _match_groups(
-    optimizer: torch.optim.Optimizer, index: int, saved: dict[str, Any], names: dict[int, str]
-) -> list[int | None]:
-    """For each present group, the saved group its parameters come from; None for a group of new parameters."""
-    home = {name: i for i, group in enumerate(saved["groups"]) for name in group["params"]}
-    same_layout = len(optimizer.param_groups) == len(saved["groups"])
-    matches: list[int | None] = []
-    for i, group in enumerate(optimizer.param_groups):
-        members = _member_names(group, f"optimizer.{index}.group.{i}", names)
-        homes = {home[name] for name in members if name in home}
-        if len(homes) > 1:
-            raise StateMismatch(
-                f"optimizer.{index}: group {i} holds parameters of {len(homes)} saved groups "
-                f"({', '.join(map(str, sorted(homes)))}), whose settings differ; keep the groups as they were saved"
-            )
-        if homes:
-            matches.append(homes.pop())
-        else:
-            empty_twin = same_layout and not members and not saved["groups"][i]["params"]
-            matches.append(i if empty_twin else None)
-    return matches
-
-
-def _homes(objects: Objects, document: dict[str, Any], optimizer: Any) -> list[int | None]:
-    """As `_match_groups`, for the optimizer of a schedule; nothing for one that is not the manager's."""
-    for i, (mine, saved) in enumerate(zip(objects.optimizers, document["optimizers"], strict=False)):
+def _homes(objects: Objects, saved: State, optimizer: Any) -> list[int | None]:
+    """As `match_groups`, for the optimizer of a schedule; nothing for one that is not the manager's."""
+    for i, (mine, old) in enumerate(zip(objects.optimizers, saved.optimizers, strict=True)):
         if mine is optimizer:
-            return _match_groups(mine, i, saved, parameter_names(objects.model))
+            return match_groups(mine, i, old, parameter_names(objects.model))
     return []
-
-
-def _apply_optimizer(
-    optimizer: torch.optim.Optimizer,
-    index: int,
-    saved: dict[str, Any],
-    tensors: Mapping[str, torch.Tensor],
-    model: nn.Module,
-    scheduled: bool,
-) -> list[str]:
-    names = parameter_names(model)
-    matches = _match_groups(optimizer, index, saved, names)
-    notes: list[str] = []
-    before = [dict(group) for group in optimizer.param_groups]
-    states: dict[Any, Any] = dict(decode(saved["global"], tensors))
-    by_parameter: list[tuple[torch.nn.Parameter, dict[str, Any]]] = []
-    known = {name for group in saved["groups"] for name in group["params"]}
-    groups, fresh = [], []
-    count = 0
-    for group, match in zip(before, matches, strict=True):
-        settings = {key: value for key, value in group.items() if key != "params"}
-        if match is not None:
-            stored = {key: value for key, value in saved["groups"][match].items() if key != "params"}
-            settings |= {k: v for k, v in decode(stored, tensors).items() if k not in _IMPLEMENTATION}
-            notes += _changed_settings(index, match, group, settings, scheduled)
-        indices = []
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            if name in saved["state"]:
-                state = decode(saved["state"][name], tensors)
-                states[count] = state
-                by_parameter.append((parameter, state))
-            elif name not in known:
-                fresh.append(name)
-            indices.append(count)
-            count += 1
-        groups.append({**settings, "params": indices})
-    optimizer.load_state_dict({"state": states, "param_groups": groups})
-    for group, old in zip(optimizer.param_groups, before, strict=True):
-        _keep_tensor_settings(group, old)
-    for parameter, state in by_parameter:
-        # torch casts floating-point state to the parameter's dtype: float32 moments of a bfloat16 weight would be lost.
-        for leaf, value in state.items():
-            live = optimizer.state[parameter].get(leaf)
-            if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor) and live.dtype != value.dtype:
-                optimizer.state[parameter][leaf] = value.to(live.device)
-    if fresh:
-        notes.append(f"optimizer.{index}: no saved state for {_some(fresh)}: starts fresh")
-    now = {names[id(parameter)] for group in before for parameter in group["params"]}
-    if left := sorted(known - now):
-        notes.append(f"optimizer.{index}: saved state of {_some(left)} is not used: not optimized now")
-    return notes
-
-
-def _keep_tensor_settings(group: dict[str, Any], old: dict[str, Any]) -> None:
-    """A setting that is a tensor now (a capturable learning rate) stays that tensor, and a number stays a number."""
-    for key, value in old.items():
-        if key == "params":
-            continue
-        if isinstance(value, torch.Tensor):
-            group[key] = value.copy_(torch.as_tensor(group[key]))
-        elif isinstance(value, float) and isinstance(group[key], torch.Tensor):
-            group[key] = float(group[key].item())
-
-
-def _changed_settings(
-    index: int, match: int, now: dict[str, Any], settings: dict[str, Any], scheduled: bool
-) -> list[str]:
-    by_scheduler = {"lr", "momentum", "betas", "base_momentum", "max_momentum", "initial_lr", "max_lr", "min_lr"}
-    skipped = {"params", *_IMPLEMENTATION, *(by_scheduler if scheduled else ())}
-    return [
-        f"optimizer.{index} group {match}: the saved {key}={settings[key]} holds, not {key}={now[key]}"
-        for key in now
-        if key not in skipped and not isinstance(now[key], torch.Tensor) and settings[key] != now[key]
-    ]
 
 
 def _describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _some(names: list[str], limit: int = 8) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

@@ -87,6 +87,16 @@ class Store:
 
         return self._try("read", name, read)
 
+    def peek(self, name: str, count: int) -> tuple[bytes, int]:
+        """The first `count` bytes of a file, fewer where it is shorter, and its size in bytes."""
+
+        def read() -> tuple[bytes, int]:
+            with self.filesystem.open_input_file(self.full(name)) as file:
+                size = file.size()
+                return bytes(file.read(min(count, size))), size
+
+        return self._try("read", name, read)
+
     def read_into(self, name: str, ranges: Iterable[tuple[int, memoryview]]) -> None:
         """Fill each buffer with the bytes that start at its offset.
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pimm_ray.errors import StateMismatch
+
 
 def capture(generators: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
     """The state of this process's python, numpy and torch streams (CPU, and the current CUDA device when CUDA is in
@@ -35,8 +37,11 @@ def restore(state: Mapping[str, Any], generators: Mapping[str, torch.Generator] 
 def restore_generators(state: Mapping[str, Any], generators: Mapping[str, torch.Generator]) -> None:
     """The part of `restore` that concerns generators only."""
     for name, generator in generators.items():
-        if name in state["generators"]:
-            generator.set_state(state["generators"][name])
+        if (saved := state["generators"].get(name)) is None:
+            continue
+        if saved.shape != generator.get_state().shape:
+            raise StateMismatch(f"the saved state of the generator of {name} is of another device's: make it as it was")
+        generator.set_state(saved)
 
 
 def derive(seed: int, rank: int, generation: int) -> None:
