@@ -58,12 +58,12 @@ class Clock:
 class Golden:
     """Fresh objects of the job on one rank."""
 
-    def __init__(self, folder: Path, rank: int, world: int, *, seed: int = 1):
+    def __init__(self, folder: Path, rank: int, world: int, *, width: int = 5, seed: int = 1):
         for start in (random.seed, np.random.seed, torch.manual_seed):
             start(seed + 100 * rank)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.net = nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+            self.net = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
         model = DistributedDataParallel(self.net) if world > 1 else self.net
         slow, fast = self.net[0].parameters(), [*self.net[1].parameters(), *self.net[2].parameters()]
         groups = [{"params": slow, "weight_decay": 0.1}, {"params": fast, "lr": 0.02, "weight_decay": 0.0}]
@@ -196,13 +196,13 @@ def draws() -> dict[str, Any]:
     }
 
 
-def save(rank: int, folder: Path, steps: tuple[int, ...]) -> list[dict[str, Any]]:
-    return Golden(folder, rank, dist.get_world_size()).train(steps)
+def save(rank: int, folder: Path, steps: tuple[int, ...], width: int = 5) -> list[dict[str, Any]]:
+    return Golden(folder, rank, dist.get_world_size(), width=width).train(steps)
 
 
-def load(rank: int, folder: Path, checkpoint: Any = None) -> dict[str, Any]:
+def load(rank: int, folder: Path, checkpoint: Any = None, width: int = 5) -> dict[str, Any]:
     """What fresh objects are and draw after a resume."""
-    golden = Golden(folder, rank, dist.get_world_size() if dist.is_initialized() else 1, seed=77)
+    golden = Golden(folder, rank, dist.get_world_size() if dist.is_initialized() else 1, width=width, seed=77)
     plan = golden.manager.resume(checkpoint=checkpoint)
     return {"source": plan.source, "facts": golden.facts(), "draws": draws(), "next": golden.next_ids()}
 
