@@ -37,11 +37,14 @@ class IncompleteCheckpoint(PimmRayError):
 
 
 class CorruptCheckpoint(PimmRayError):
-    """Bytes on disk are not the bytes that were saved. `.file`, `.expected` and `.found` say where."""
+    """Bytes on disk are not the bytes that were saved. `.file`, `.expected` and `.found` say where, `.kind` is that of
+    a `Problem`."""
 
-    def __init__(self, message: str, *, file: str = "", expected: object = None, found: object = None):
+    def __init__(
+        self, message: str, *, file: str = "", kind: str = "format", expected: object = None, found: object = None
+    ):
         super().__init__(message)
-        self.file, self.expected, self.found = file, expected, found
+        self.file, self.kind, self.expected, self.found = file, kind, expected, found
 
 
 class UnsafeCheckpoint(PimmRayError):
@@ -76,7 +79,9 @@ class StateMismatch(PimmRayError):
 
 
 class StorageError(PimmRayError, OSError):
-    """Reading or writing the storage failed."""
+    """Reading or writing the storage failed. `.file` is the checkpoint's file, where that is known."""
+
+    file: str = ""
 
 
 class WorldSizeError(PimmRayError, ValueError):

@@ -153,10 +153,10 @@ class CheckpointManager:
         given = checkpoint if checkpoint is not None else runtime.given_checkpoint
         runtime.claim()
         choice = choose(runtime, given)
-        if choice.store is None:
+        if choice.contents is None:
             drawn = self._given_seed if self._given_seed is not None else secrets.randbits(31)
             self._seed = runtime.broadcast("resume: seed", drawn)
-            plan = ResumePlan(source="fresh", notes=("nothing to resume from",), exact=True)
+            plan = ResumePlan(source="fresh", notes=("nothing to resume from", *choice.notes), exact=True)
         else:
             plan, self._progress, self._seed, self._generation = restore(
                 runtime, choice, warmup, self._objects, self._feed, self._pace, self._elastic, self._given_seed

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 from torch.nn.parallel import DistributedDataParallel
 
-from pimm_ray.checkpoint.folder import read_document, read_rank, read_snapshot
-from pimm_ray.checkpoint.state import Objects, Snapshot, apply
+from pimm_ray.checkpoint.folder import read_rank
+from pimm_ray.checkpoint.state import Objects, apply
 from pimm_ray.elastic import schedule
 from pimm_ray.elastic.plan import ElasticPolicy, Position, ResumePlan, RunShape, plan_resume
-from pimm_ray.errors import CorruptCheckpoint
 from pimm_ray.feed import Feed
 from pimm_ray.pace import Pace
 from pimm_ray.progress import Progress
@@ -44,15 +43,10 @@ def restore(
     Raises:
         StateMismatch, WorldSizeError, DataChanged: as `CheckpointManager.resume`.
     """
-    store, manifest, info = choice.store, choice.manifest, choice.info
-    assert store is not None and manifest is not None and info is not None
-
-    def read() -> tuple[dict[str, Any], Snapshot, dict[str, Any]]:
-        document = read_document(store, manifest.id)
-        own = read_rank(store, manifest, runtime.rank if runtime.rank < manifest.world_size else 0)
-        return document, read_snapshot(store, manifest, document), own
-
-    document, snapshot, own = runtime.each("resume: read", read)
+    contents = choice.contents
+    assert contents is not None
+    reader, document, own = contents.reader, contents.document, contents.rank_state
+    manifest, info = reader.manifest, contents.info
     seed, position = document["seed"], Position(**document["position"])
     now = asdict(pace.shape(runtime.world_size, seed))
     plan = _agreed_plan(runtime, own["shape"], now, elastic, position)
@@ -62,9 +56,7 @@ def restore(
         warmup()
         for parameter in objects.model.parameters():
             parameter.grad = None
-    notes = runtime.each("resume: restore", lambda: apply(objects, snapshot))
-    if set(runtime.gather("resume: restored", document["id"])) != {document["id"]}:
-        raise CorruptCheckpoint("ranks restored different checkpoints: is the storage shared by all nodes?")
+    notes = runtime.each("resume: restore", lambda: apply(objects, contents.snapshot))
     progress, generation = _progress(document, position, plan, by_hand=feed.cursor.loader is None)
     pace.resume(document, plan, say=runtime.rank == 0)
     if runtime.rank >= own["shape"]["world_size"] or elastic.rng == "reseed":
@@ -73,7 +65,7 @@ def restore(
         feed.restore_streams(own)
     if plan.cursor == "kept":
         progress.batches = own["batches"]
-        feed.keep_position(own, lambda rank: read_rank(store, manifest, rank), position)
+        feed.keep_position(own, lambda rank: read_rank(reader, rank), position)
     if given_seed not in (None, seed):
         notes.append(f"seed {seed} of the checkpoint holds, not {given_seed}")
     if feed.cursor.loader is None:
@@ -87,7 +79,7 @@ def restore(
         source=info.name if choice.own else info.path,
         step=manifest.step,
         exact=exact,
-        notes=(*plan.notes, *notes),
+        notes=(*choice.notes, *plan.notes, *notes),
     )
     return Restored(plan, progress, seed, generation)
 

@@ -1,47 +1,69 @@
-"""Which checkpoint a run goes on from: chosen by rank 0, verified by all ranks, each its share."""
+"""Which checkpoint a run goes on from: looked for by rank 0, read and verified by all ranks."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
-from dataclasses import astuple, dataclass, field
+import time
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
-from pimm_ray.checkpoint.find import (
-    CheckpointInfo,
-    Problem,
-    candidates,
-    check_digests,
-    check_marker,
-    check_sizes,
-    open_manifest,
-)
-from pimm_ray.checkpoint.layout import MARKER, CheckpointName, Manifest
+from pimm_ray.checkpoint.find import CheckpointInfo, Problem, candidates, check_marker, check_sizes, open_manifest
+from pimm_ray.checkpoint.folder import open_rank, read_document, read_rank, read_snapshot
+from pimm_ray.checkpoint.layout import DAMAGED, CheckpointName, Manifest
+from pimm_ray.checkpoint.reader import Reader
+from pimm_ray.checkpoint.state import Snapshot
 from pimm_ray.checkpoint.store import Store, open_store
 from pimm_ray.errors import CorruptCheckpoint, PimmRayError, StorageError
 from pimm_ray.runtime.base import Runtime
 
 logger = logging.getLogger(__name__)
 
+VISIBLE_WITHIN = 5.0
+"""Seconds within which what rank 0 sees in the storage must be seen by every rank."""
+_PAUSE = 0.1
+_UNSEEN = ("incomplete", "missing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """A checkpoint as one rank has read it. Every byte that it holds was proven by this rank itself, every other byte
+    of the checkpoint by some rank."""
+
+    reader: Reader
+    info: CheckpointInfo
+    document: dict[str, Any]
+    rank_state: dict[str, Any]
+    """What this rank stored of its own; what rank 0 did, for a rank that is new."""
+    snapshot: Snapshot
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The verified checkpoint to resume from, or none, and what a run must know of its folder."""
+    """The checkpoint to resume from, or none, and what a run must know of its folder."""
 
-    store: Store | None = None
-    info: CheckpointInfo | None = None
-    manifest: Manifest | None = None
+    contents: Contents | None = None
     own: bool = False
     """Whether it is one of this run's, not a given one."""
     attempt: int = 1
     damaged: frozenset[str] = field(default_factory=frozenset)
-    """Names of this run's newer folders that were passed over although their saves had finished. They stay."""
+    """Names of this run's folders that were passed over although their saves had finished, or that an attempt before
+    left a note in. They stay."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def info(self) -> CheckpointInfo | None:
+        return self.contents.info if self.contents else None
+
+    @property
+    def manifest(self) -> Manifest | None:
+        return self.contents.reader.manifest if self.contents else None
 
 
 def choose(runtime: Runtime, given: Any) -> Choice:
     """Newest good checkpoint of this run, else the given one, else none. Who calls it: every rank.
 
-    Says in one line what was passed over. Changes nothing in the folder.
+    Says in one line what was passed over, and leaves a note in the folder of what is damaged.
 
     Raises:
         CheckpointNotFound, IncompleteCheckpoint, CorruptCheckpoint, ...: the given one would be used and is not good.
@@ -50,83 +72,151 @@ def choose(runtime: Runtime, given: Any) -> Choice:
     def listing(_: Any) -> dict[str, Any]:
         names = candidates(runtime.store)
         attempts = [parsed.attempt for name in names if (parsed := CheckpointName.parse(name))]
-        return {"names": names, "attempt": 1 + max(attempts, default=0)}
+        noted = [name for name in names if runtime.store.child(name).exists(DAMAGED)]
+        return {"names": names, "attempt": 1 + max(attempts, default=0), "noted": noted}
 
     found = runtime.exchange("resume: list the run folder", None, listing)
-    passed: list[str] = []
-    damaged: list[str] = []
+    contents, own, say, passed = None, False, runtime.rank == 0, dict[str, Problem]()
+    damaged = set(found["noted"])
     for name in found["names"]:
         store = runtime.store.child(name)
-        problem = _problem(runtime, store)
-        if problem is None:
-            info, manifest = _open(runtime, store)
-            if given is not None and runtime.rank == 0:
+        result = _read(runtime, store)
+        if isinstance(result, Contents):
+            contents, own = result, True
+            if name in damaged and say:
+                _change_note(store, None)
+            damaged.discard(name)
+            if given is not None and say:
                 named = getattr(given, "path", given)
                 logger.info("the given checkpoint %s is not used: this run has one of its own", named)
-            return Choice(
-                store=store,
-                info=info,
-                manifest=manifest,
-                own=True,
-                attempt=found["attempt"],
-                damaged=frozenset(damaged),
-            )
-        passed.append(name)
-        if problem.kind != "incomplete":
-            damaged.append(name)
-        if runtime.rank == 0:
-            logger.warning("passed over %s: %s", name, problem)
-    if passed and runtime.rank == 0:
-        logger.warning("found nothing usable among the %d checkpoint folders of %s", len(passed), runtime.store.path)
-    if given is None:
-        return Choice(attempt=found["attempt"], damaged=frozenset(damaged))
-    store = open_store(given)
-    info, manifest = _open(runtime, store)
-    problem = _problem(runtime, store)
-    if problem is not None:
-        raise CorruptCheckpoint(
-            f"the checkpoint to resume from, {store.path}, is damaged: {problem}. Use another",
-            file=problem.file,
-            expected=problem.expected,
-            found=problem.found,
-        )
-    return Choice(store=store, info=info, manifest=manifest, attempt=found["attempt"], damaged=frozenset(damaged))
+            break
+        if say:
+            logger.warning("passed over %s: %s", name, result)
+        if result.is_damage and say and name not in damaged:
+            _change_note(store, result)
+        if result.kind != "incomplete":
+            passed[name] = result
+            damaged.add(name)
+    if found["names"] and not own and say:
+        number = len(found["names"])
+        logger.warning("found nothing usable among the %d checkpoint folders of %s", number, runtime.store.path)
+    if contents is None and given is not None:
+        contents = _read_given(runtime, open_store(given))
+    notes = _loss(passed, contents.info.step if contents else 0)
+    if notes and say:
+        logger.warning(notes[0])
+    return Choice(contents=contents, own=own, attempt=found["attempt"], damaged=frozenset(damaged), notes=notes)
 
 
-def _problem(runtime: Runtime, store: Store) -> Problem | None:
-    """The first thing wrong with a candidate, found by all ranks together; the same answer on every rank."""
+def _read(runtime: Runtime, store: Store) -> Contents | Problem:
+    """A checkpoint, read by every rank, or the first thing wrong with it: then the same on every rank."""
 
-    def first(check: Callable[[Manifest], list[Problem]]) -> list[Any] | None:
+    def look(_: Any) -> list[Any] | None:
         try:
-            problems = check(open_manifest(store)[1])
+            problems = check_sizes(store, open_manifest(store)[1])
         except (PimmRayError, OSError) as error:
             problems = [Problem.of(error)]
         return list(astuple(problems[0])) if problems else None
 
-    found = runtime.exchange(
-        f"resume: look at {store.path}", None, lambda _: first(lambda manifest: check_sizes(store, manifest))
-    )
-    if found is None:
-        part, parts = runtime.rank, runtime.world_size
-        own = first(lambda manifest: check_digests(store, manifest, part=part, parts=parts))
-        shares = runtime.gather(f"resume: verify {store.path}", own)
-        blind = [rank for rank, share in enumerate(shares) if share and share[0] == MARKER]
-        if blind:
-            raise StorageError(
-                f"ranks {blind} cannot open {store.path}, which rank 0 has opened: is the storage shared by all nodes? "
-                f"({shares[blind[0]][-1]})"
-            )
-        found = next((share for share in shares if share), None)
-    if found is None:  # a marker that is damaged itself: nothing else holds its digest
-        found = runtime.exchange(
-            f"resume: compare {store.path}", None, lambda _: first(lambda manifest: check_marker(store, manifest))
+    found = runtime.exchange(f"resume: look at {store.path}", None, look)
+    if found is not None:
+        return Problem(*found)
+    results: list[Contents] = []
+
+    def read() -> list[Any]:
+        result, deadline = _read_own(runtime, store), time.monotonic() + VISIBLE_WITHIN
+        while isinstance(result, Problem) and result.kind in _UNSEEN and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+            result = _read_own(runtime, store)
+        if isinstance(result, Problem):
+            return list(astuple(result))
+        results.append(result)
+        return [result.info.id]
+
+    told = runtime.agree(f"resume: read {store.path}", read)
+    problems = {rank: Problem(*said) for rank, said in enumerate(told) if len(said) > 1}
+    blind = [rank for rank, problem in problems.items() if problem.kind in _UNSEEN]
+    if blind and blind[0]:
+        raise StorageError(
+            f"ranks {blind} cannot open {store.path}, which rank 0 has opened: is the storage shared by all nodes? "
+            f"({problems[blind[0]]})"
         )
-    return Problem(*found) if found else None
-
-
-def _open(runtime: Runtime, store: Store) -> tuple[CheckpointInfo, Manifest]:
-    """The manifest, by every rank; all have read the same one."""
-    info, manifest = runtime.each(f"resume: open {store.path}", lambda: open_manifest(store))
-    if len(set(runtime.gather(f"resume: id of {store.path}", info.id))) > 1:
+    if problems:
+        return next(iter(problems.values()))
+    if told.count(told[0]) < len(told):
         raise StorageError(f"ranks see different checkpoints at {store.path}: is the storage shared by all nodes?")
-    return info, manifest
+    return results[0]
+
+
+def _read_own(runtime: Runtime, store: Store) -> Contents | Problem:
+    """What one rank needs of a checkpoint, and its share of what no rank needs."""
+    try:
+        info, manifest = open_manifest(store)
+    except (PimmRayError, OSError) as error:
+        return Problem.of(error)
+    reader, rank, world = Reader(store, manifest), runtime.rank, runtime.world_size
+    try:
+        document = read_document(reader)
+        if problems := check_marker(reader, document):
+            return problems[0]
+        for other in range(rank + world, manifest.world_size, world):
+            open_rank(reader, other)
+        contents = Contents(
+            reader=reader,
+            info=info,
+            document=document,
+            rank_state=read_rank(reader, rank if rank < manifest.world_size else 0),
+            snapshot=read_snapshot(reader, document),
+        )
+        if errors := reader.rest(part=rank, parts=world):
+            raise errors[0]
+    except Exception as error:
+        return _explain(reader, error)
+    return contents
+
+
+def _explain(reader: Reader, error: Exception) -> Problem:
+    """What an error in reading says of a checkpoint. Bytes that make no sense may be damaged ones: then that is it."""
+    if not isinstance(error, StorageError):
+        errors = reader.rest()
+        if errors:
+            return Problem.of(errors[0])
+    if not isinstance(error, PimmRayError | OSError):
+        raise error
+    return Problem.of(error)
+
+
+def _read_given(runtime: Runtime, store: Store) -> Contents:
+    runtime.exchange(f"resume: open {store.path}", None, lambda _: open_manifest(store)[0].id)
+    result = _read(runtime, store)
+    if isinstance(result, Contents):
+        return result
+    if not result.is_damage:
+        raise StorageError(f"cannot read the checkpoint to resume from, {store.path}: {result}")
+    raise CorruptCheckpoint(
+        f"the checkpoint to resume from, {store.path}, is damaged: {result}. Use another",
+        file=result.file,
+        kind=result.kind,
+        expected=result.expected,
+        found=result.found,
+    )
+
+
+def _loss(passed: dict[str, Problem], step: int) -> tuple[str, ...]:
+    if not passed:
+        return ()
+    steps = max(parsed.step for name in passed if (parsed := CheckpointName.parse(name))) - step
+    what = ", ".join(f"{name} ({problem.file}: {problem.kind})" for name, problem in passed.items())
+    return (f"stepped back over {what}: {max(0, steps)} steps lost",)
+
+
+def _change_note(store: Store, problem: Problem | None) -> None:
+    """Leave a note in a damaged checkpoint, or take one away. Nothing that is offered or read depends on it."""
+    try:
+        if problem is None:
+            store.delete_file(DAMAGED)
+        else:
+            when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            store.publish(DAMAGED, json.dumps({**asdict(problem), "when": when}, indent=1).encode())
+    except (PimmRayError, OSError) as error:
+        logger.warning("could not change the note %s in %s: %s", DAMAGED, store.path, error)

@@ -10,6 +10,7 @@ import errno
 import math
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -28,6 +29,7 @@ __all__ = ["FailureInjector", "FaultyStore", "SlowStore"]
 
 T = TypeVar("T")
 _LOOKS = {"look at": "exists", "read": "read", "list": "list"}
+_ONE_PIPE = threading.Lock()
 _PASSING = OSError(errno.EIO, "injected")
 
 
@@ -270,17 +272,16 @@ class SlowStore(_Overlay):
         time.sleep(len(data) / self._rate)
         return data
 
-    def read_into(self, name: str, ranges: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill the buffers, at this store's pace."""
-        wanted = list(ranges)
-        super().read_into(name, wanted)
-        time.sleep(sum(len(buffer) for _, buffer in wanted) / self._rate)
+    def peek(self, name: str, count: int) -> tuple[bytes, int]:
+        """The first bytes of a file, at this store's pace."""
+        data, size = super().peek(name, count)
+        time.sleep(len(data) / self._rate)
+        return data, size
 
-    def digests(self, name: str, block: int, first: int, count: int) -> list[str]:
-        """Digests of whole blocks, at this store's pace."""
-        found = super().digests(name, block, first, count)
-        time.sleep(len(found) * block / self._rate)
-        return found
+    def _fill(self, name: str, file: Any, offset: int, buffers: list[memoryview]) -> None:
+        super()._fill(name, file, offset, buffers)
+        with _ONE_PIPE:
+            time.sleep(sum(map(len, buffers)) / self._rate)
 
     def _event(self, kind: str, path: str) -> None:
         super()._event(kind, path)

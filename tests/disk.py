@@ -9,6 +9,7 @@ from typing import Any
 
 from pimm_ray.checkpoint.folder import Share, prepare, read_document, read_rank, read_snapshot
 from pimm_ray.checkpoint.layout import Manifest
+from pimm_ray.checkpoint.reader import Reader
 from pimm_ray.checkpoint.state import Objects, Snapshot, collect
 from pimm_ray.checkpoint.store import open_store
 from pimm_ray.elastic import rng
@@ -45,4 +46,5 @@ def write_and_read(
     manifest = Manifest(
         id=_ID, parent=None, step=0, epoch=0, attempt=1, world_size=world, created=0.0, reason="", files=tuple(entries)
     )
-    return read_snapshot(store, manifest, read_document(store, _ID)), read_rank(store, manifest, 0)
+    reader = Reader(store, manifest)
+    return read_snapshot(reader, read_document(reader)), read_rank(reader, 0)

@@ -32,6 +32,7 @@ from pimm_ray import (
 from pimm_ray.checkpoint import layout, shards
 from pimm_ray.checkpoint.folder import read_document, read_rank, read_snapshot
 from pimm_ray.checkpoint.layout import Manifest
+from pimm_ray.checkpoint.reader import Reader
 from pimm_ray.checkpoint.store import LocalStore, open_store
 from tests.ranks import run_ranks
 
@@ -385,10 +386,10 @@ def test_a_file_of_another_checkpoint_is_detected_even_when_its_digest_is_listed
     entry = next(entry for entry in theirs.files if entry.path == name)
     forged = Manifest(**{**vars(ours), "files": (*(e for e in ours.files if e.path != name), entry)})
     (newer / layout.MARKER).write_bytes(forged.to_json())
-    store = open_store(newer)
+    reader = Reader(open_store(newer), forged)
     with pytest.raises(errors.CorruptCheckpoint, match="two checkpoints are mixed") as caught:
-        read_snapshot(store, forged, read_document(store, forged.id))
-        read_rank(store, forged, 1)
+        read_snapshot(reader, read_document(reader))
+        read_rank(reader, 1)
     assert caught.value.file == name
 
 

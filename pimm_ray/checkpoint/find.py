@@ -9,10 +9,17 @@ from typing import Any
 import pyarrow.fs as pafs
 
 from pimm_ray.checkpoint import layout
-from pimm_ray.checkpoint.folder import read_document, read_manifest
+from pimm_ray.checkpoint.folder import open_all, read_document, read_manifest
 from pimm_ray.checkpoint.layout import CheckpointName, Manifest
+from pimm_ray.checkpoint.reader import Reader
 from pimm_ray.checkpoint.store import Store, open_store
-from pimm_ray.errors import CheckpointNotFound, IncompleteCheckpoint, PimmRayError, StorageError
+from pimm_ray.errors import (
+    CheckpointNotFound,
+    CheckpointVersionError,
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    PimmRayError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +49,24 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong with a checkpoint. `kind`: "incomplete" (its save never finished), "missing", "size", "digest",
-    "identity" (of another checkpoint), "marker" (not one we can use) or "unreadable"; then `found` tells more."""
+    """Something wrong with a checkpoint: in which file, what kind of thing, and what was expected and found there.
+
+    `kind` is "incomplete" (its save never finished, or there is no such folder), "missing" (no such file; its size was
+    expected), "size" (in bytes), "digest" (of the first wrong block), "identity" (of another checkpoint), "format" (the
+    bytes are those that were saved but cannot be used), "marker" (`.complete` cannot be used), "version" (another
+    release wrote it) or "unreadable" (the storage failed; the checkpoint may be good). Where nothing was expected,
+    `found` tells more.
+    """
 
     file: str
     kind: str
     expected: object = None
     found: object = None
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether the bytes in the folder are not those that a finished save left there."""
+        return self.kind not in ("incomplete", "version", "unreadable")
 
     def __str__(self) -> str:
         if self.expected is None:
@@ -57,13 +75,16 @@ class Problem:
 
     @staticmethod
     def of(error: Exception) -> Problem:
-        """What an error at opening a checkpoint says of it."""
-        file = getattr(error, "file", None) or layout.MARKER
-        if getattr(error, "expected", None) is not None:
-            return Problem(file, "identity", error.expected, error.found)  # type: ignore[attr-defined]
-        if isinstance(error, IncompleteCheckpoint):
+        """What an error at opening or reading a checkpoint says of it."""
+        file = getattr(error, "file", "") or layout.MARKER
+        if isinstance(error, CorruptCheckpoint) and file != layout.MARKER:
+            said = error.expected is not None
+            return Problem(file, error.kind, error.expected, error.found if said else str(error))
+        if isinstance(error, FileNotFoundError | IncompleteCheckpoint):
             return Problem(file, "incomplete", None, str(error))
-        return Problem(file, "unreadable" if isinstance(error, StorageError) else "marker", None, str(error))
+        if isinstance(error, CheckpointVersionError):
+            return Problem(file, "version", None, str(error))
+        return Problem(file, "unreadable" if isinstance(error, OSError) else "marker", None, str(error))
 
 
 def open_checkpoint(source: Any) -> CheckpointInfo:
@@ -122,14 +143,9 @@ def verify_checkpoint(source: Any, *, deep: bool = True) -> list[Problem]:
     store = open_store(source)
     try:
         _, manifest = open_manifest(store)
-        problems = check_sizes(store, manifest)
-        if deep and not problems:
-            problems = check_digests(store, manifest)
-        if not problems:
-            problems = check_marker(store, manifest)
+        return check_sizes(store, manifest) or (check_content(Reader(store, manifest)) if deep else [])
     except (PimmRayError, OSError) as error:
         return [Problem.of(error)]
-    return problems
 
 
 def check_sizes(store: Store, manifest: Manifest) -> list[Problem]:
@@ -137,43 +153,28 @@ def check_sizes(store: Store, manifest: Manifest) -> list[Problem]:
     present = store.files()
     problems = []
     for entry in manifest.files:
-        if entry.path not in present:
+        # A listing may lag behind: what it lacks is asked for by name before it is called missing.
+        size = present[entry.path] if entry.path in present else store.size(entry.path)
+        if size is None:
             problems.append(Problem(entry.path, "missing", entry.bytes, None))
-        elif present[entry.path] != entry.bytes:
-            problems.append(Problem(entry.path, "size", entry.bytes, present[entry.path]))
+        elif size != entry.bytes:
+            problems.append(Problem(entry.path, "size", entry.bytes, size))
     return problems
 
 
-def check_digests(store: Store, manifest: Manifest, *, part: int = 0, parts: int = 1) -> list[Problem]:
-    """Read and compare part number `part` of `parts` near-equal parts of a checkpoint's bytes."""
-    blocks = sum(len(entry.xxh3) for entry in manifest.files)
-    start, stop = part * blocks // parts, (part + 1) * blocks // parts
-    problems = []
-    position = 0
-    for entry in manifest.files:
-        first = max(0, start - position)
-        count = min(len(entry.xxh3), stop - position) - first
-        position += len(entry.xxh3)
-        if count <= 0:
-            continue
-        expected = list(entry.xxh3[first : first + count])
-        try:
-            found: list[str | None] = list(store.digests(entry.path, entry.block, first, count))
-        except (StorageError, FileNotFoundError) as error:
-            problems.append(Problem(entry.path, "unreadable", None, str(error)))
-            continue
-        if found != expected:
-            found += [None] * (len(expected) - len(found))
-            wrong = next(pair for pair in zip(expected, found, strict=True) if pair[0] != pair[1])
-            problems.append(Problem(entry.path, "digest", *wrong))
+def check_content(reader: Reader) -> list[Problem]:
+    """Read every byte; when the digests are right, prove that all files belong together."""
+    problems = [Problem.of(error) for error in reader.rest()] or check_marker(reader, read_document(reader))
+    if not problems:
+        open_all(reader)
     return problems
 
 
-def check_marker(store: Store, manifest: Manifest) -> list[Problem]:
-    """Compare what the marker, of which there is no digest, says of the checkpoint with what its files and name say."""
-    document = read_document(store, manifest.id)
+def check_marker(reader: Reader, document: dict[str, Any]) -> list[Problem]:
+    """Compare what the marker, of which no other file has a digest, says with what `state.json` and the name say."""
+    manifest = reader.manifest
     said = {"epoch": document.get("epoch"), "world_size": document.get("shape", {}).get("world_size")}
-    if name := CheckpointName.parse(store.path.rsplit("/", 1)[-1]):
+    if name := CheckpointName.parse(reader.store.path.rsplit("/", 1)[-1]):
         said |= {"step": name.step, "attempt": name.attempt}
     return [
         Problem(layout.MARKER, "identity", value, getattr(manifest, key))

@@ -15,6 +15,7 @@ from pimm_ray.checkpoint import layout
 from pimm_ray.checkpoint.codec import decode, encode
 from pimm_ray.checkpoint.documents import parse_json
 from pimm_ray.checkpoint.layout import FileEntry, Manifest
+from pimm_ray.checkpoint.reader import Reader
 from pimm_ray.checkpoint.schema import check_head, check_rank
 from pimm_ray.checkpoint.shards import Piece, ShardIndex, raw_bytes, spec_of, split_rows, split_whole, write_shard
 from pimm_ray.checkpoint.state import Snapshot
@@ -151,62 +152,76 @@ def read_manifest(store: Store) -> Manifest:
     return Manifest.parse(data, path=store.full(layout.MARKER))
 
 
-def read_document(store: Store, id: str) -> dict[str, Any]:
-    """`state.json`, proven to belong to the checkpoint `id`."""
-    path = store.full(layout.STATE)
-    document = layout.parse_document(store.read(layout.STATE, limit=layout.MAX_DOCUMENT), path=path)
-    _same_id(store, layout.STATE, document.get("id"), id)
-    with _checking(store, layout.STATE):
+def read_document(reader: Reader) -> dict[str, Any]:
+    """`state.json`, proven to belong to the reader's checkpoint."""
+    data = reader.read(layout.STATE, limit=layout.MAX_DOCUMENT)
+    document = layout.parse_document(data, path=reader.full(layout.STATE))
+    _same_id(reader, layout.STATE, document.get("id"))
+    with _checking(reader, layout.STATE):
         check_head(document)
     return document
 
 
-def read_snapshot(store: Store, manifest: Manifest, document: dict[str, Any]) -> Snapshot:
+def read_snapshot(reader: Reader, document: dict[str, Any]) -> Snapshot:
     """The whole state, on the CPU. Who calls it: every rank that restores."""
-    names = [entry.path for entry in manifest.files if entry.path.endswith(".safetensors")]
-
-    def tensors(prefix: str) -> dict[str, torch.Tensor]:
-        index = ShardIndex(store, [name for name in names if name.startswith(prefix)])
-        for name, metadata in index.metadata.items():
-            _same_id(store, name, metadata.get(layout.ID_KEY), manifest.id)
-        return index.load()
-
     return Snapshot(
-        weights=tensors(layout.WEIGHTS + "/"),
+        weights=open_shards(reader, layout.WEIGHTS + "/").load(),
         parameters=frozenset(),
-        trainer=tensors(layout.TRAINER + "/"),
+        trainer=open_shards(reader, layout.TRAINER + "/").load(),
         document=document,
-        tensors=tensors(layout.STATE_TENSORS),
+        tensors=open_shards(reader, layout.STATE_TENSORS).load(),
     )
 
 
-def read_rank(store: Store, manifest: Manifest, rank: int) -> Any:
+def read_rank(reader: Reader, rank: int) -> Any:
     """What rank `rank` of the saving job stored of its own."""
-    name = layout.rank_file(rank)
-    if all(entry.path != name for entry in manifest.files):
-        raise CorruptCheckpoint(f"{store.path} names no {name}: no rank {rank} has saved", file=layout.MARKER)
-    index = ShardIndex(store, [name])
-    metadata = index.metadata[name]
-    _same_id(store, name, metadata.get(layout.ID_KEY), manifest.id)
-    with _checking(store, name):
-        own = decode(parse_json(metadata.get(layout.DOCUMENT_KEY, "")), index.load(), "rank", file=name)
-        check_rank(own, manifest.world_size)
+    index, name = open_rank(reader, rank), layout.rank_file(rank)
+    tensors = index.load()
+    with _checking(reader, name):
+        own = decode(parse_json(index.metadata[name].get(layout.DOCUMENT_KEY, "")), tensors, "rank", file=name)
+        check_rank(own, reader.manifest.world_size)
     return own
 
 
 @contextlib.contextmanager
-def _checking(store: Store, name: str) -> Iterator[None]:
+def _checking(reader: Reader, name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise CorruptCheckpoint(f"{store.full(name)}: {error}", file=name) from None
+        raise CorruptCheckpoint(f"{reader.full(name)}: {error}", file=name) from None
 
 
-def _same_id(store: Store, name: str, found: Any, expected: str) -> None:
+def open_all(reader: Reader) -> None:
+    """Prove by their headers that all files belong to the reader's checkpoint."""
+    for prefix in (layout.WEIGHTS + "/", layout.TRAINER + "/", layout.STATE_TENSORS):
+        open_shards(reader, prefix)
+    for rank in range(reader.manifest.world_size):
+        open_rank(reader, rank)
+
+
+def open_rank(reader: Reader, rank: int) -> ShardIndex:
+    index, name = open_shards(reader, layout.rank_file(rank)), layout.rank_file(rank)
+    if name not in index.metadata:
+        raise CorruptCheckpoint(f"{reader.full(layout.MARKER)} names no {name}", file=layout.MARKER)
+    return index
+
+
+def open_shards(reader: Reader, prefix: str) -> ShardIndex:
+    """The tensors of all files whose names begin so, proven to belong to the reader's checkpoint."""
+    names = [entry.path for entry in reader.manifest.files if entry.path.endswith(".safetensors")]
+    index = ShardIndex(reader, [name for name in names if name.startswith(prefix)])
+    for name, metadata in index.metadata.items():
+        _same_id(reader, name, metadata.get(layout.ID_KEY))
+    return index
+
+
+def _same_id(reader: Reader, name: str, found: Any) -> None:
+    expected = reader.manifest.id
     if found != expected:
         raise CorruptCheckpoint(
-            f"{store.full(name)} belongs to checkpoint {found}, not to {expected}: files of two checkpoints are mixed",
+            f"{reader.full(name)} belongs to checkpoint {found}, not to {expected}: files of two checkpoints are mixed",
             file=name,
+            kind="identity",
             expected=expected,
             found=found,
         )

@@ -30,6 +30,8 @@ from pimm_ray.errors import CheckpointVersionError, CorruptCheckpoint, UnsafeChe
 SCHEMA = "pimm_ray.checkpoint"
 VERSION = 4
 MARKER = ".complete"
+DAMAGED = ".damaged"
+"""A note for people, and for retention, in the folder of a checkpoint that was found to be damaged."""
 STATE = "state.json"
 STATE_TENSORS = "state.safetensors"
 WEIGHTS = "weights"

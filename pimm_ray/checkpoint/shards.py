@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -205,10 +205,20 @@ class Stored:
     slots: tuple[Slot, ...]
 
 
+class Source(Protocol):
+    """What files can be read from: a `Store`, or a `Reader`, which compares digests too."""
+
+    def full(self, name: str) -> str: ...
+
+    def peek(self, name: str, count: int) -> tuple[bytes, int]: ...
+
+    def read_into(self, name: str, ranges: Iterable[tuple[int, memoryview]]) -> None: ...
+
+
 class ShardIndex:
     """The tensors of a set of safetensors files, read on demand."""
 
-    def __init__(self, store: Store, names: Iterable[str]):
+    def __init__(self, store: Source, names: Iterable[str]):
         self.store = store
         self.metadata: dict[str, dict[str, str]] = {}
         slots: dict[str, list[Slot]] = {}
@@ -243,7 +253,7 @@ class ShardIndex:
                     view = part.reshape(-1).view(torch.uint8).numpy().data
                     reads.setdefault(slot.file, []).append((slot.begin, view))
         for file, ranges in reads.items():
-            self.store.read_into(file, sorted(ranges, key=lambda item: item[0]))
+            self.store.read_into(file, ranges)
         for target, part in joins:
             target.copy_(part)
         return found
@@ -287,17 +297,15 @@ def _fill_exactly(shape: tuple[int, ...], slots: list[Slot]) -> bool:
     return not any(signs.values())
 
 
-def _read_header(store: Store, name: str) -> tuple[dict[str, str], list[tuple[str, torch.dtype, Slot]]]:
+def _read_header(store: Source, name: str) -> tuple[dict[str, str], list[tuple[str, torch.dtype, Slot]]]:
     """Raises ValueError unless the header describes the file, byte by byte: what it names can then be allocated."""
     start, total = store.peek(name, _FIRST_READ)
     size = int.from_bytes(start[:8], "little")
     if len(start) < 8 or not 2 <= size <= min(_MAX_HEADER, total - 8):
         raise ValueError(f"{size} bytes of header in a file of {total}")
-    text = bytearray(start[8 : 8 + size])
-    if len(text) < size:
-        text += bytes(size - len(text))
-        store.read_into(name, [(len(start), memoryview(text)[len(start) - 8 :])])
-    header = parse_json(text)
+    if len(start) < 8 + size:
+        start, total = store.peek(name, 8 + size)
+    header = parse_json(start[8 : 8 + size])
     require(header, {})
     metadata = header.pop("__metadata__", {})
     require(metadata, by_name(is_text), "__metadata__")

@@ -9,7 +9,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,10 +21,15 @@ from pimm_ray.checkpoint.layout import BLOCK, FileEntry
 from pimm_ray.errors import PimmRayError, StorageError
 
 T = TypeVar("T")
+U = TypeVar("U")
+Fill = Callable[[int, list[memoryview]], None]
 logger = logging.getLogger(__name__)
 
 PAUSES = (0.1, 0.4, 1.5)
 """Seconds to wait before each further try of an operation that may pass the next time."""
+_THREADS = 4
+_BUFFERS = 1024
+"""How many buffers one system call fills."""
 _LASTING = {
     getattr(errno, name)
     for name in (
@@ -40,6 +46,9 @@ class Store:
     Works by open, write, list and delete alone, so it fits object stores; `LocalStore` adds what only a POSIX
     filesystem has (fsync, rename, hard links). What fails in passing is tried again, up to `len(PAUSES)` times.
     """
+
+    run = BLOCK
+    """Bytes that are best read at once."""
 
     def __init__(self, filesystem: pafs.FileSystem, path: str):
         self.filesystem, self.path = filesystem, path.rstrip("/") or "/"
@@ -87,6 +96,11 @@ class Store:
 
         return self._try("read", name, read)
 
+    def size(self, name: str) -> int | None:
+        """Bytes of one file, asked for by name: a listing may lag behind. None when there is none."""
+        info = self._try("look at", name, lambda: self.filesystem.get_file_info(self.full(name)))
+        return info.size if info.type == pafs.FileType.File else None
+
     def peek(self, name: str, count: int) -> tuple[bytes, int]:
         """The first `count` bytes of a file, fewer where it is shorter, and its size in bytes."""
 
@@ -98,36 +112,37 @@ class Store:
         return self._try("read", name, read)
 
     def read_into(self, name: str, ranges: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill each buffer with the bytes that start at its offset.
+        """Fill each buffer with the bytes that start at its offset. Neighbours come by one request of up to `BLOCK`
+        bytes, several at once.
 
         Raises:
             StorageError: the file ends too early, or reading failed.
         """
-        wanted = list(ranges)
+        runs: list[tuple[int, list[memoryview]]] = []
+        end = room = -1
+        for offset, buffer in sorted(ranges, key=lambda item: item[0]):
+            while len(buffer):
+                if offset != end or not room:
+                    runs.append((offset, []))
+                    room = BLOCK
+                piece = buffer[:room]
+                runs[-1][1].append(piece)
+                end = offset = offset + len(piece)
+                room, buffer = room - len(piece), buffer[len(piece) :]
 
-        def read() -> None:
-            with self.filesystem.open_input_file(self.full(name)) as file:
-                for offset, buffer in wanted:
-                    file.seek(offset)
-                    _fill(buffer, file.readinto, self.full(name))
+        def read(mine: Sequence[tuple[int, list[memoryview]]]) -> None:
+            with self.reader(name) as fill:
+                for run in mine:
+                    fill(*run)
 
-        self._try("read", name, read)
+        in_threads(read, runs)
 
-    def digests(self, name: str, block: int, first: int, count: int) -> list[str]:
-        """xxh3 digests of `count` blocks of `block` bytes, from block number `first`; shorter where the file ends."""
-
-        def read() -> list[str]:
-            found = []
-            with self.filesystem.open_input_file(self.full(name)) as file:
-                file.seek(first * block)
-                for _ in range(count):
-                    data = file.read(block)
-                    if not data:
-                        break
-                    found.append(xxhash.xxh3_64_hexdigest(data))
-            return found
-
-        return self._try("read", name, read)
+    @contextlib.contextmanager
+    def reader(self, name: str) -> Iterator[Fill]:
+        """A file opened to be read in pieces: what comes is called with an offset and the buffers to fill from there
+        on, one after another. For one thread."""
+        with self._try("read", name, lambda: self._open(name)) as file:
+            yield lambda offset, buffers: self._try("read", name, lambda: self._fill(name, file, offset, buffers))
 
     def make(self, *folders: str) -> None:
         """Create this folder and the named ones in it."""
@@ -158,6 +173,17 @@ class Store:
     def copy_file(self, name: str, to: Store) -> None:
         """Copy one file under the same name to another folder of the same filesystem (by hard link where it can)."""
         self._try("copy", name, lambda: self._copy_file(name, to))
+
+    def _open(self, name: str) -> Any:
+        return self.filesystem.open_input_file(self.full(name))
+
+    def _fill(self, name: str, file: Any, offset: int, buffers: list[memoryview]) -> None:
+        wanted = sum(map(len, buffers))
+        data = memoryview(file.read_at(wanted, offset))
+        if len(data) < wanted:
+            raise StorageError(f"{self.full(name)} ends {wanted - len(data)} bytes too early")
+        for buffer in buffers:
+            buffer[:], data = data[: len(buffer)], data[len(buffer) :]
 
     def _make(self, path: str) -> None:
         self._event("mkdir", path)
@@ -213,6 +239,9 @@ class Store:
 class LocalStore(Store):
     """A folder on this machine or on a mounted filesystem. Each change is one system call, announced as an event."""
 
+    run = 2**20
+    """Few enough to be still in the processor's cache when their digest is made."""
+
     def publish(self, name: str, data: bytes) -> None:
         temporary = f"{name}.{secrets.token_hex(4)}.tmp"
         self.write(temporary, [data])
@@ -232,6 +261,21 @@ class LocalStore(Store):
             path = os.path.join(base.base_path, path.lstrip("/"))
             base = base.base_fs
         return path
+
+    def _open(self, name: str) -> Any:
+        return open(self.real(name), "rb", buffering=0)
+
+    def _fill(self, name: str, file: Any, offset: int, buffers: list[memoryview]) -> None:
+        left, first = list(buffers), 0
+        while first < len(left):
+            count = os.preadv(file.fileno(), left[first : first + _BUFFERS], offset)
+            if not count:
+                raise StorageError(f"{self.full(name)} ends {sum(map(len, left[first:]))} bytes too early")
+            offset += count
+            while first < len(left) and count >= len(left[first]):
+                count, first = count - len(left[first]), first + 1
+            if count:
+                left[first] = left[first][count:]
 
     def _make(self, path: str) -> None:
         real = LocalStore(self.filesystem, path).real("")
@@ -308,6 +352,15 @@ class LocalStore(Store):
             os.close(descriptor)
 
 
+def in_threads(work: Callable[[Sequence[T]], U], items: Sequence[T]) -> list[U]:
+    """Deal `items` to a few threads; what `work` gives for the part of each."""
+    parts = [items[number::_THREADS] for number in range(min(_THREADS, len(items)))]
+    if len(parts) < 2:
+        return [work(part) for part in parts]
+    with ThreadPoolExecutor(len(parts)) as threads:
+        return list(threads.map(work, parts))
+
+
 def open_store(source: Any, filesystem: pafs.FileSystem | None = None) -> Store:
     """The folder that a path, a URI (`s3://...`, `file://...`) or an object with `.path` and `.filesystem`, such as a
     `ray.train.Checkpoint`, points to. Nothing is read yet.
@@ -361,14 +414,6 @@ class _Digest:
     def _close(self) -> None:
         self._done.append(self._hash.hexdigest())
         self._hash, self._room = xxhash.xxh3_64(), BLOCK
-
-
-def _fill(buffer: memoryview, readinto: Any, path: str) -> None:
-    while len(buffer):
-        count = readinto(buffer)
-        if not count:
-            raise StorageError(f"{path} ends {len(buffer)} bytes too early")
-        buffer = buffer[count:]
 
 
 def _may_pass(error: OSError | ValueError) -> bool:
