@@ -101,9 +101,12 @@ def test_earlier_attempts_count_by_age_and_not_by_step(tmp_path):
     assert story.plan.step == 5
     assert folders(tmp_path)[0] == "checkpoint_00001000-0001-abcd", "damaged, and left where it is"
     assert steps_kept(tmp_path) == [1000, 15, 20]
-    flip_byte(tmp_path / "checkpoint_00001000-0001-abcd/state.json")
-    Job(tmp_path, epochs=2, steps=5, save=False, options=options).alone()
-    assert steps_kept(tmp_path) == [20, 25], "healed, it is an old checkpoint like others"
+    again = Job(tmp_path, epochs=2, steps=5, save=False, options=options)
+    again.alone()
+    assert steps_kept(tmp_path) == [1000, 20, 25], "the note in it holds in later attempts, which never look that far"
+    (tmp_path / "checkpoint_00001000-0001-abcd/.damaged").unlink()
+    again.alone()
+    assert steps_kept(tmp_path) == [25, 30], "without its note it is an old checkpoint like others"
 
 
 def test_foreign_folders_and_files_are_neither_counted_nor_deleted(tmp_path):
