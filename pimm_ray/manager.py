@@ -28,7 +28,7 @@ from pimm_ray.saving import Agreed, Saver, check_metrics
 
 logger = logging.getLogger(__name__)
 
-_SAVE, _REPORT = 1, 2
+_SAVE, _REPORT, _RESIZE = 1, 2, 4
 _DEFAULT_SAVE, _DEFAULT_KEEP, _DEFAULT_ELASTIC = SavePolicy(), KeepPolicy(), ElasticPolicy()
 
 
@@ -229,12 +229,14 @@ class CheckpointManager:
         if self._asked is None:
             if policy.every_steps and self._progress.step % policy.every_steps == 0:
                 self._asked = ("every_steps", {})
-            elif signal & _SAVE:
-                self._asked = ("every_seconds", {})
+            elif signal & (_SAVE | _RESIZE):
+                self._asked = ("resize" if signal & _RESIZE else "every_seconds", {})
         if not self._progress.at_last_batch:
             self._save_if_asked()
         if signal & _REPORT:
             self._checked_saver.report(self._metrics)
+        if signal & _RESIZE and self._asked is None and self._runtime.rank == 0:
+            self._runtime.hold()
         if policy.every_seconds or self._runtime.report_spacing:
             self._runtime.signal(self._decide() if self._runtime.rank == 0 else 0)
 
@@ -309,7 +311,8 @@ class CheckpointManager:
         """Rank 0, after a step: what all ranks do at the next one."""
         every = self._save_policy.every_seconds
         due = every is not None and time.monotonic() - self._saved_at >= every
-        return (_SAVE if due else 0) | (_REPORT if self._checked_saver.report_is_due else 0)
+        resize = self._runtime.save_wanted()
+        return due * _SAVE | self._checked_saver.report_is_due * _REPORT | resize * _RESIZE
 
     def _save_if_asked(self) -> None:
         if self._asked is not None:

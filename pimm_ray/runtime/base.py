@@ -40,6 +40,13 @@ class Runtime(Ranks):
     def report(self, metrics: dict[str, Any], checkpoint: CheckpointInfo | None) -> None:
         """Tell of plain-number metrics and of a committed checkpoint. Every rank calls it, with the same checkpoint."""
 
+    def save_wanted(self) -> bool:
+        """Whether somebody outside waits for a save. Rank 0 asks after each step."""
+        return False
+
+    def hold(self) -> None:
+        """Rank 0, with the save that was wanted complete: let whoever waits for it go on."""
+
     def settle(self) -> None:
         """Wait until all that was reported is on record. Every rank calls it."""
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pimm_ray.checkpoint.store import Store
@@ -17,9 +18,15 @@ from pimm_ray.errors import StorageError
 _CONSTANTS = "ray.train.v2._internal.constants"
 _CONTEXT = "ray.train.v2._internal.execution.context"
 _MANAGER = "ray.train.v2._internal.execution.checkpoint.checkpoint_manager"
+_SCALING = "ray.train.v2._internal.execution.scaling_policy"
+_GROUP = "ray.train.v2._internal.execution.worker_group"
+_COORDINATOR = "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator"
 _SNAPSHOT_LIMIT = 256 * 2**20
+_COORDINATOR_SECONDS = 5.0
 _POLL_VARIABLE = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
 _POLL_SECONDS = 2.0
+SPOT_DEFAULTS = {_POLL_VARIABLE: "0.5", "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1"}
+"""How often Ray's controller looks at its workers (Ray: 2 s) and for notices of the cluster (Ray: 5 s), in seconds."""
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 """Ray's list of the checkpoints it knows, in the run folder."""
 
@@ -48,6 +55,48 @@ def check() -> list[str]:
             missing.append(f"{_MANAGER}._CheckpointManagerState has no field {name}")
     if not made_up_name(RunConfig().name or ""):
         missing.append(f"RunConfig() without a name is called {RunConfig().name!r}")
+    return missing + check_scaling()
+
+
+def check_scaling() -> list[str]:
+    """The same for what decides about the number of workers."""
+    import ray.train.torch
+
+    missing = []
+    for variable in SPOT_DEFAULTS:
+        if variable not in (_private(_CONSTANTS, "ENV_VARS_TO_PROPAGATE") or ()):
+            missing.append(f"{_CONSTANTS}.ENV_VARS_TO_PROPAGATE lacks {variable}")
+    policy, worker = _private(_SCALING, "ElasticScalingPolicy"), _private(_GROUP, "RayTrainWorker")
+    coordinator = _private(_COORDINATOR, "_AutoscalingCoordinatorActor")
+    for owner, name, parameters in (
+        (policy, "make_decision_for_non_running_worker_group", ["self"]),
+        (policy, "make_decision_for_running_worker_group", ["self", "worker_group_state", "worker_group_status"]),
+        (policy, "_get_resize_decision", ["self", "num_workers"]),
+        (policy, "_maybe_send_resource_request", ["self"]),
+        (coordinator, "get_reserved_resources", ["self", "requester_id", "recompute"]),
+        (worker, "execute", ["self", "fn", "fn_args", "fn_kwargs"]),
+        (ray.train.torch.TorchTrainer, "_initialize_and_run_controller", ["self", "controller_init_kwargs"]),
+    ):
+        function = getattr(owner, name, None)
+        found = list(inspect.signature(function).parameters) if function else None
+        if found != parameters:
+            missing.append(f"{owner}.{name} takes {found}, not {parameters}")
+    for owner, names in (
+        (_private(_GROUP, "WorkerGroupState"), ("start_time", "workers")),
+        (_private(_GROUP, "WorkerGroupPollStatus"), ("worker_statuses",)),
+        (_private(_GROUP, "WorkerStatus"), ("training_report",)),
+        (_private(_GROUP, "Worker"), ("actor", "metadata")),
+        (_private(_SCALING, "ResizeDecision"), ("num_workers",)),
+    ):
+        fields = getattr(owner, "__dataclass_fields__", {})
+        missing += [f"{owner} has no field {name}" for name in names if name not in fields]
+    example: Any = ray.train.ScalingConfig()
+    for name in ("_coordinator_client", "_requester_id"):
+        if name not in vars(policy(example)):
+            missing.append(f"{policy} has no {name}")
+    for name in ("get_draining_nodes", "available_resources_per_node"):
+        if not hasattr(_global_state(), name):
+            missing.append(f"ray._private.state has no {name}")
     return missing
 
 
@@ -175,6 +224,93 @@ def restore_lost_scores(run: Store, attribute: str) -> None:
         return
     if _nan_for_null([*document["checkpoint_results"], document.get("latest_checkpoint_result")], attribute):
         run.publish(SNAPSHOT, json.dumps(document).encode())
+
+
+class ControllerHook:
+    """Makes a trainer of Ray's give its controller our settings. A Ray that has no such place ignores it."""
+
+    def _adapt(self, policy: Any) -> Any:
+        return policy
+
+    def _initialize_and_run_controller(self, **arguments: Any) -> Any:
+        if "scaling_policy" in arguments:
+            arguments["scaling_policy"] = self._adapt(arguments["scaling_policy"])
+        with _environment(SPOT_DEFAULTS):
+            return super()._initialize_and_run_controller(**arguments)  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Variables as they are where they are set, else these. Ray hands them on to the controller and the workers."""
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def is_elastic(policy: Any) -> bool:
+    """Whether this is Ray's own scaling policy for `num_workers=(min, max)`."""
+    return type(policy) is _private(_SCALING, "ElasticScalingPolicy")
+
+
+def stay() -> Any:
+    """The decision to change nothing."""
+    return importlib.import_module(_SCALING).NoopDecision()
+
+
+def start(policy: Any, workers: int) -> Any:
+    """The decision to start or restart with so many workers."""
+    return policy._get_resize_decision(workers)
+
+
+def need_of_worker(policy: Any) -> dict[str, float]:
+    return dict(policy.scaling_config._resources_per_worker_not_none)
+
+
+def reserved(policy: Any, *, fresh: bool) -> dict[str, dict[str, float]]:
+    """By node: what the cluster keeps for this run.
+
+    Args:
+        fresh: look at the cluster now; costs the cluster's coordinator a tick. Else its view may be 20 s old.
+    """
+    import ray
+
+    policy._maybe_send_resource_request()
+    asked = policy._autoscaling_coordinator.get_reserved_resources.remote(policy._requester_id, fresh)
+    return dict(ray.get(asked, timeout=_COORDINATOR_SECONDS))
+
+
+def free() -> dict[str, dict[str, float]]:
+    """By node: what nobody uses."""
+    return dict(_global_state().available_resources_per_node())
+
+
+def draining() -> set[str]:
+    """Nodes that are about to be taken away."""
+    return set(_global_state().get_draining_nodes())
+
+
+def workers_of(group: Any) -> list[tuple[Any, str]]:
+    """The workers of a group by rank, each with its node."""
+    return [(worker.actor, worker.metadata.node_id) for worker in group.workers]
+
+
+def reports_in(status: Any) -> dict[int, bool]:
+    """By rank that handed in a report at this poll: whether it has a checkpoint."""
+    reports = {rank: worker.training_report for rank, worker in status.worker_statuses.items()}
+    return {rank: report.checkpoint is not None for rank, report in reports.items() if report is not None}
+
+
+def run_on(actor: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function in the process of a worker, beside its loop; returns where the answer will be."""
+    return actor.execute.remote(function, *arguments)
+
+
+def _global_state() -> Any:
+    return importlib.import_module("ray._private.state").state
 
 
 def _nan_for_null(entries: list[Any], attribute: str) -> bool:

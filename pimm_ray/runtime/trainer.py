@@ -20,12 +20,16 @@ from pimm_ray.errors import CorruptCheckpoint, PimmRayError, StorageError
 from pimm_ray.policy import KeepPolicy
 from pimm_ray.runtime import ray_private
 from pimm_ray.runtime.base import show_messages
+from pimm_ray.runtime.controller import ResizePolicy
 from pimm_ray.runtime.worker import WorkerLoop, absolute
 
 logger = logging.getLogger(__name__)
 
+_MAX_FAILURES = 3
+"""A node that goes without notice counts as a failure, also as the last of several that went with notice."""
 
-class TorchTrainer(ray.train.torch.TorchTrainer):
+
+class TorchTrainer(ray_private.ControllerHook, ray.train.torch.TorchTrainer):
     """`ray.train.torch.TorchTrainer` with the same arguments and the same `Result`, that can start from a checkpoint.
 
     What a run starts from: its own newest good checkpoint (so the same command after a crash goes on); when it has
@@ -104,6 +108,14 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
             _mend_snapshot(self._run, self.run_config.checkpoint_config)
         return super().fit()
 
+    def _adapt(self, policy: Any) -> Any:
+        if not ray_private.is_elastic(policy) or policy.scaling_config.use_tpu:
+            return policy
+        if missing := ray_private.check_scaling():
+            logger.warning("resize: left to Ray's own policy, because this Ray is another than expected: %s", missing)
+            return policy
+        return ResizePolicy(policy)
+
 
 def _checked_source(source: Any) -> Any:
     if isinstance(source, str) and source.startswith("hf://"):
@@ -131,6 +143,12 @@ def _completed(run_config: ray.train.RunConfig) -> ray.train.RunConfig:
             "keep: last=%d (RunConfig has no checkpoint_config; CheckpointConfig(num_to_keep=...) says otherwise)", last
         )
         changes["checkpoint_config"] = ray.train.CheckpointConfig(num_to_keep=last)
+    if run_config.failure_config == ray.train.FailureConfig():
+        logger.info(
+            "retry: max_failures=%d (RunConfig has no failure_config; FailureConfig(max_failures=...) says otherwise)",
+            _MAX_FAILURES,
+        )
+        changes["failure_config"] = ray.train.FailureConfig(max_failures=_MAX_FAILURES)
     return replace(run_config, **changes)
 
 

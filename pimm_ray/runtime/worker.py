@@ -14,7 +14,7 @@ from pimm_ray.checkpoint.find import CheckpointInfo, candidates, verify_checkpoi
 from pimm_ray.checkpoint.layout import CheckpointName
 from pimm_ray.checkpoint.store import LocalStore, open_store
 from pimm_ray.errors import PimmRayError
-from pimm_ray.runtime import ray_private
+from pimm_ray.runtime import ray_private, save_request
 from pimm_ray.runtime.base import Runtime, show_messages
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class RayRuntime(Runtime):
         self.given_checkpoint = _given
         self.report_spacing = 1.25 * ray_private.poll_seconds()
         self._reported: set[str] = set()
+        save_request.listen()
 
     @property
     def local_rank(self) -> int:
@@ -90,6 +91,14 @@ class RayRuntime(Runtime):
             delete_local_checkpoint_after_upload=False,
         )
         self._reported.add(checkpoint.name)
+
+    def save_wanted(self) -> bool:
+        """Whether Ray's controller is about to restart this group with more workers. Rank 0 asks after each step."""
+        return save_request.wanted()
+
+    def hold(self) -> None:
+        """Rank 0, with that save complete: wait for the restart."""
+        save_request.hold()
 
     def settle(self) -> None:
         """Wait until Ray has put all reports on record. Every rank calls it.
