@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pimm_ray import find_checkpoint, verify_checkpoint
 from pimm_ray.checkpoint.folder import read_document, read_manifest, read_rank, read_snapshot
+from pimm_ray.checkpoint.reader import Reader
 from pimm_ray.checkpoint.store import open_store
 from tests.golden.make import NEWER, OLDER, load, save
 from tests.ranks import run_ranks
@@ -199,13 +200,13 @@ def raw(tensor: torch.Tensor) -> bytes:
 def state_of(checkpoint: Path) -> list[State]:
     """The tensors of one of our checkpoints, as two ranks of any other format would share them."""
     store = open_store(checkpoint)
-    manifest = read_manifest(store)
-    snapshot = read_snapshot(store, manifest, read_document(store, manifest.id))
+    reader = Reader(store, read_manifest(store))
+    snapshot = read_snapshot(reader, read_document(reader))
     whole = [*sorted(snapshot.weights.items()), *sorted(snapshot.trainer.items())]
     ranks = []
     for rank in range(2):
         mine = {key: value.clone() for key, value in whole[rank::2]}
-        ranks.append(named({**mine, "stream": read_rank(store, manifest, rank)["rng"]["torch"].clone()}, rank))
+        ranks.append(named({**mine, "stream": read_rank(reader, rank)["rng"]["torch"].clone()}, rank))
     return ranks
 
 

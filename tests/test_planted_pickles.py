@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from xxhash import xxh3_64_hexdigest
 
 from pimm_ray import TorchTrainer, errors, find_checkpoint, open_checkpoint, verify_checkpoint
 from pimm_ray.checkpoint.layout import DOCUMENT_KEY, MARKER, STATE, rank_file, trainer_file, weights_file
-from pimm_ray.checkpoint.store import open_store
 from tests.elastic_jobs import change_marker
 from tests.golden.make import EXPECTED, Golden, committed, load
 from tests.ranks import try_ranks
@@ -79,10 +79,10 @@ def put(file: Path, data: bytes) -> None:
 def accept(folder: Path) -> None:
     """List every file as it is now in the marker, as one would who wants the pickles to be read."""
     names = [entry["path"] for entry in json.loads((folder / MARKER).read_bytes())["files"]]
-    store, files = open_store(folder), []
+    files = []
     for name in names:
-        size = (folder / name).stat().st_size
-        files.append({"path": name, "bytes": size, "xxh3": store.digests(name, 2**24, 0, 1), "block": 2**24})
+        data = (folder / name).read_bytes()
+        files.append({"path": name, "bytes": len(data), "xxh3": [xxh3_64_hexdigest(data)], "block": 2**24})
     change_marker(folder, files=files)
 
 
@@ -220,7 +220,7 @@ def test_pickles_inside_documents_and_headers_are_text(run, plant, tmp_path):
                 rewrite_header(folder / trainer_file(0), in_header)
             accept(folder)
             change_marker(folder, reason=plant.text, metrics={"score": plant.text}, pickle=plant.text)
-            assert {problem.kind for problem in verify_checkpoint(folder)} <= {"marker"}, "the digests fit"
+            assert {problem.kind for problem in verify_checkpoint(folder)} <= {"format"}, "the digests fit"
             with contextlib.suppress(errors.PimmRayError):
                 Golden(shutil.copytree(run, tmp_path / f"{number} {where}"), 0, 1).manager.resume()
             assert not plant.sprung(), (value, where)
