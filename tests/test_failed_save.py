@@ -360,6 +360,28 @@ def test_after_a_failed_save_best_metrics_and_parent_are_those_of_the_last_good_
     assert second.parent == first.id and loop.manager.state.best_metric_value == 2
 
 
+def test_a_failed_save_whose_folder_cannot_be_looked_at_is_older_than_the_next_one_of_the_same_step(
+    tmp_path, monkeypatch
+):
+    store, high = Watched(tmp_path), iter([0x7000, 0x100, 0x10])
+    monkeypatch.setattr(layout.secrets, "randbelow", lambda limit: next(high))
+    loop = Loop(store)
+
+    def gone_once_the_marker_is_there(kind, path):
+        if any(tmp_path.glob(f"*/{layout.MARKER}")):
+            monkeypatch.setattr(LocalStore, "read", lambda *_, **__: (_ for _ in ()).throw(errors.StorageError("gone")))
+            raise OSError(errno.ENOSPC, "gone")
+
+    store.obey(gone_once_the_marker_is_there)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "read", LocalStore.read)
+        assert isinstance(error_of(loop.manager.save)[0], errors.StorageError)
+    store.heal()
+    assert len(folders(tmp_path)) == 1
+    info = loop.manager.save()
+    assert folders(tmp_path)[1:] == [info.name] and find_checkpoint(tmp_path) == info
+
+
 def test_a_policy_that_is_neither_is_refused():
     with pytest.raises(ValueError, match="on_error='ignore'"):
         SavePolicy(on_error="ignore")

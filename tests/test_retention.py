@@ -160,6 +160,24 @@ def test_an_unfinished_save_of_a_run_that_took_over_is_left_to_it(tmp_path):
     assert taken_over.exists() and len(folders(tmp_path)) == 2
 
 
+def test_a_checkpoint_that_another_run_puts_there_meanwhile_is_neither_counted_nor_deleted_and_is_said(tmp_path):
+    Job(tmp_path / "other", steps=1).alone()
+    (other,) = folders(tmp_path / "other")
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def interfere(manager, done):
+        if done == 7:
+            shutil.copytree(tmp_path / "other" / other, run / other)
+            copy_as(run / other, "checkpoint_00001000-0001-abcd")
+        age(run, reverse=True)
+
+    story = Job(run, epochs=3, samples=10, options=every_step(KeepPolicy(last=2), 5), on_step=interfere).alone()
+    assert steps_kept(run) == [1, 10, 15, 1000]
+    for name in (other, "checkpoint_00001000-0001-abcd"):
+        assert said(story.lines, name, "another job writes into this run folder") == 1
+
+
 def test_damaged_checkpoints_stay_where_they_are_during_the_run_that_passed_them_over(tmp_path):
     Job(tmp_path, steps=4, save=False, options=every_step(KeepPolicy(last=9), 2)).alone()
     damaged = tmp_path / folders(tmp_path)[-1]
