@@ -13,6 +13,7 @@ __all__ = [
     "PimmRayError",
     "RankMissing",
     "RemoteRankError",
+    "RunInUse",
     "StateMismatch",
     "StorageError",
     "UnsafeCheckpoint",
@@ -82,6 +83,14 @@ class StorageError(PimmRayError, OSError):
     """Reading or writing the storage failed. `.file` is the checkpoint's file, where that is known."""
 
     file: str = ""
+
+
+class RunInUse(PimmRayError, RuntimeError):
+    """Another live job writes into this run folder, or has taken it over. `.path`, `.host` and `.pid` say which."""
+
+    def __init__(self, message: str, *, path: str = "", host: str = "", pid: int = 0):
+        super().__init__(message)
+        self.path, self.host, self.pid = path, host, pid
 
 
 class WorldSizeError(PimmRayError, ValueError):

@@ -279,7 +279,7 @@ class CheckpointManager:
         saver, here = self._checked_saver, (self._progress.step, self._progress.epoch)
         old = saver.newest is None or (saver.newest.step, saver.newest.epoch) != here
         if old and (self._save_policy.at_end or saver.failed):
-            self._save("finish", {}, forgive=False)
+            self._save("finish", {}, last=True)
         self._runtime.collect_signal()
         saver.drain(self._metrics)
         self._runtime.release()
@@ -318,7 +318,7 @@ class CheckpointManager:
         if self._asked is not None:
             self._save(*self._asked)
 
-    def _save(self, reason: str, metrics: Mapping[str, Any], *, forgive: bool | None = None) -> CheckpointInfo | None:
+    def _save(self, reason: str, metrics: Mapping[str, Any], *, last: bool = False) -> CheckpointInfo | None:
         self._asked = None
         self._saved_at = time.monotonic()
         runtime, progress = self._runtime, self._progress
@@ -357,7 +357,7 @@ class CheckpointManager:
             reason=reason,
             counts=counts,
             metrics={**self._metrics, **metrics},
-            forgive=self._save_policy.on_error == "warn" if forgive is None else forgive,
+            forgive=self._save_policy.on_error == "warn" and not last,
         )
         if saved is None:
             return None

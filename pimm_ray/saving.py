@@ -16,7 +16,7 @@ import torch
 from pimm_ray.checkpoint.find import CheckpointInfo, candidates, open_checkpoint, verify_checkpoint
 from pimm_ray.checkpoint.folder import Share, commit, prepare
 from pimm_ray.checkpoint.layout import CheckpointName, FileEntry, Manifest
-from pimm_ray.errors import RankMissing, StateMismatch
+from pimm_ray.errors import RankMissing, RunInUse, StateMismatch
 from pimm_ray.policy import KeepPolicy
 from pimm_ray.resuming import Choice
 from pimm_ray.retention import Retention
@@ -82,7 +82,7 @@ class Saver:
         started = time.monotonic()
         try:
             info, agreed, spaced = self._write(make, head, step, epoch, reason, counts, metrics)
-        except RankMissing:
+        except (RankMissing, RunInUse):
             raise
         except Exception as error:
             self.failed += 1

@@ -332,6 +332,22 @@ def test_a_rank_that_is_gone_ends_the_run_whatever_the_policy_says(tmp_path):
     assert kept == [1], "what the others had written is removed"
 
 
+def taken_over(rank, folder):
+    loop = Loop(folder, every=1, on_error="warn")
+    loop.train()
+
+    def gone(*_):
+        raise errors.RunInUse("another job took over", path=str(folder))
+
+    loop.manager._runtime.check_claim = gone
+    error, _ = error_of(loop.train)
+    return type(error).__name__, steps_kept(folder)
+
+
+def test_a_run_folder_that_another_job_took_over_ends_the_run_whatever_the_policy_says(tmp_path):
+    assert run_ranks(2, taken_over, tmp_path) == [("RunInUse", [1])] * 2
+
+
 def test_saves_that_fail_leave_no_trace_in_the_training(tmp_path):
     twin, loop = Loop(tmp_path / "twin"), None
     twin.train(6)
