@@ -141,8 +141,11 @@ def fails_at_each_change(rank, root, broken, first, stays):
         loop.manager._runtime.gather("looked again", None)
 
 
-@pytest.mark.parametrize("stays", [False, True], ids=["once", "from there on"])
-@pytest.mark.parametrize("first", [True, False], ids=["first save", "later save"])
+@pytest.mark.parametrize(
+    ("first", "stays"),
+    [(True, False), (False, False), (False, True)],
+    ids=["first save, once", "later save, once", "later save, from there on"],
+)
 @pytest.mark.parametrize("broken", [0, 1])
 def test_whichever_change_of_a_save_fails_all_ranks_and_the_next_resume_believe_the_same(
     tmp_path, broken, first, stays
