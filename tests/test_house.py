@@ -119,14 +119,50 @@ def test_pure_files_compute_and_nothing_else(name):
     assert not {"open", "print", "input", "exec", "eval"} & set(calls(tree))
 
 
+DOOR = Path("checkpoint/legacy.py")
+"""The one file that reads other people's pickles."""
+
+
 @every_file
 def test_nothing_can_run_code_from_a_checkpoint(file):
     tree = tree_of(file)
-    modules = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+    modules = {"cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "serialization"}
+    forbidden = {"torch.save", "np.load", "numpy.load", "eval", "exec", "safe_globals", "add_safe_globals"}
+    if file.relative_to(PACKAGE) != DOOR:
+        modules |= {"pickle"}
+        forbidden |= {"torch.load", "load_file", "load_dcp"}
+        assert "allow_pickle" not in file.read_text()
     assert not [name for name in imports(tree) if modules & set(name.split("."))]
-    forbidden = {"torch.load", "torch.save", "np.load", "numpy.load", "eval", "exec"}
+    assert not [name for name in imports(tree) if name in ("torch.load", "torch.save", "numpy.load")]
     assert not forbidden & set(calls(tree))
-    assert "allow_pickle" not in file.read_text()
+
+
+def test_the_door_reads_pickle_only_where_the_user_says_so():
+    """Each call that may run code stands under `if allow_pickle`, every other one is `weights_only=True`."""
+    tree = tree_of(PACKAGE / DOOR)
+    loads = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"]
+    unsafe = [load for load in loads if "weights_only=True" not in map(ast.unparse, load.keywords)]
+    plain = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "pickle.load" in ast.unparse(node.func)]
+    asked = [
+        call
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If | ast.IfExp) and ast.unparse(node.test) == "allow_pickle"
+        for part in (node.body if isinstance(node.body, list) else [node.body])
+        for call in ast.walk(part)
+    ]
+    assert len(loads) == 2 and len(unsafe) == len(plain) == 1
+    assert all(call in asked for call in unsafe + plain)
+    defaults = [
+        ast.unparse(default)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+        if argument.arg == "allow_pickle"
+    ]
+    assert defaults == ["False", "False"]
+    pickler = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    named = {"pickle.loads", "pickle._Unpickler", "pickle.UnpicklingError"}
+    assert {name for name in pickler if name.startswith("pickle.")} == named
 
 
 @every_file

@@ -11,6 +11,7 @@ import pyarrow.fs as pafs
 from pimm_ray.checkpoint import layout
 from pimm_ray.checkpoint.folder import open_all, read_document, read_manifest
 from pimm_ray.checkpoint.layout import CheckpointName, Manifest
+from pimm_ray.checkpoint.legacy import pickled
 from pimm_ray.checkpoint.reader import Reader
 from pimm_ray.checkpoint.store import Store, open_store
 from pimm_ray.errors import (
@@ -19,6 +20,8 @@ from pimm_ray.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     PimmRayError,
+    StorageError,
+    UnsafeCheckpoint,
 )
 
 logger = logging.getLogger(__name__)
@@ -109,7 +112,14 @@ def open_manifest(store: Store) -> tuple[CheckpointInfo, Manifest]:
     """As `open_checkpoint`, with the manifest."""
     try:
         manifest = read_manifest(store)
-    except FileNotFoundError:
+    except (FileNotFoundError, StorageError, CorruptCheckpoint, CheckpointVersionError) as error:
+        if what := pickled(store):
+            raise UnsafeCheckpoint(
+                f"{store.path} is {what}, not a checkpoint of pimm_ray, and reading it could run code: give a "
+                "checkpoint folder of a run, or load its weights in the loop by torch.load(weights_only=True)"
+            ) from None
+        if not isinstance(error, FileNotFoundError):
+            raise
         if not store.exists():
             raise CheckpointNotFound(f"no checkpoint at {store.path}: no such folder. Check the path") from None
         if names := candidates(store):

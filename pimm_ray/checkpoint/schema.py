@@ -11,6 +11,7 @@ import torch
 
 from pimm_ray.checkpoint.codec import decode
 from pimm_ray.checkpoint.documents import (
+    LARGEST,
     Form,
     by_name,
     is_count,
@@ -30,6 +31,14 @@ from pimm_ray.errors import CorruptCheckpoint
 def _is_few(value: Any) -> bool:
     """Restarts and resumes; they are multiplied and used as seeds."""
     return is_count(value) and value < 2**31
+
+
+def _are_parts(value: Any) -> bool:
+    """Of shards: number, first sample, and where it ends (-1: where the shard does)."""
+    return type(value) is list and all(
+        type(part) is list and len(part) == 3 and all(is_whole(at) and -1 <= at <= LARGEST for at in part)
+        for part in value
+    )
 
 
 _SHAPE: Form = {
@@ -73,17 +82,16 @@ _STATE: Form = {
 }
 _RANK: Form = {"rng": lambda value: True, "epoch_rng": lambda value: True, "batches": is_count, "shape": _SHAPE}
 _COUNTS: Form = {"epoch": is_count, "samples": is_count, "restarts": _is_few}
-_PARTS: Form = [lambda part: type(part) is list and len(part) == 3 and all(map(is_whole, part))]
 _LOADERS: dict[str, Form] = {
     "pimm_ray.elastic": {"order": is_text, "seed": is_whole, "length": is_count, **_COUNTS},
     "pimm_ray.stream": {
         **_COUNTS,
         "rank": is_count,
-        "topology": [is_count],
+        "topology": lambda value: type(value) is list and bool(value) and is_count(value[0]),
         "dealt_at": is_count,
         "turn": is_count,
-        "lanes": [lambda lane: type(lane) is list and len(lane) == 2 and is_count(lane[0]) and type(lane[1]) is list],
-        "undealt": _PARTS,
+        "lanes": [lambda lane: type(lane) is list and len(lane) == 2 and is_count(lane[0]) and _are_parts(lane[1])],
+        "undealt": _are_parts,
     },
 }
 """Positions of our own loaders, by `kind`. Those of others are theirs to check."""

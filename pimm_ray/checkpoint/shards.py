@@ -265,7 +265,7 @@ class ShardIndex:
             shape = tuple(
                 max(slot.offsets[axis] + slot.shape[axis] for slot in slots) for axis in range(len(slots[0].shape))
             )
-            if not _possible(shape, dtype) or not _fill_exactly(shape, slots):
+            if not is_possible(shape, dtype) or not fill_exactly(shape, slots):
                 raise ValueError
         except ValueError:
             raise CorruptCheckpoint(
@@ -274,12 +274,12 @@ class ShardIndex:
         return Stored(dtype, shape, tuple(slots))
 
 
-def _possible(shape: Sequence[int], dtype: torch.dtype) -> bool:
+def is_possible(shape: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether torch can make such a tensor, if there is memory; of an empty one it multiplies the other sizes too."""
     return len(shape) <= _MAX_DIMENSIONS and math.prod(max(size, 1) for size in shape) * dtype.itemsize < 2**63
 
 
-def _fill_exactly(shape: tuple[int, ...], slots: list[Slot]) -> bool:
+def fill_exactly(shape: tuple[int, ...], slots: list[Slot]) -> bool:
     """Whether the pieces cover the whole, and each place of it once.
 
     Give each corner of a box the sign of the parity of its upper sides: boxes add up to one box exactly when the signs
@@ -320,7 +320,7 @@ def _read_header(store: Source, name: str) -> tuple[dict[str, str], list[tuple[s
         if places is not None:
             require(places, {key: {"saved_offsets": [is_count]}}, _SHARDING)
             offsets = tuple(places[key]["saved_offsets"])
-        size_fits = _possible(shape, dtype) and end - begin == math.prod(shape) * dtype.itemsize
+        size_fits = is_possible(shape, dtype) and end - begin == math.prod(shape) * dtype.itemsize
         if not size_fits or len(offsets) != len(shape):
             raise ValueError(f"{short(key)} contradicts itself")
         ends.append((begin, end))

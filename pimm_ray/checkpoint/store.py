@@ -18,7 +18,7 @@ import pyarrow.fs as pafs
 import xxhash
 
 from pimm_ray.checkpoint.layout import BLOCK, FileEntry
-from pimm_ray.errors import PimmRayError, StorageError
+from pimm_ray.errors import PimmRayError, StorageError, UnsafeCheckpoint
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -89,7 +89,7 @@ class Store:
         """
 
         def read() -> bytes:
-            with self.filesystem.open_input_file(self.full(name)) as file:
+            with self._input(name) as file:
                 if limit is not None and file.size() > limit:
                     raise StorageError(f"{self.full(name)} has {file.size()} bytes, more than the {limit} it may have")
                 return bytes(file.read())
@@ -105,7 +105,7 @@ class Store:
         """The first `count` bytes of a file, fewer where it is shorter, and its size in bytes."""
 
         def read() -> tuple[bytes, int]:
-            with self.filesystem.open_input_file(self.full(name)) as file:
+            with self._input(name) as file:
                 size = file.size()
                 return bytes(file.read(min(count, size))), size
 
@@ -174,8 +174,11 @@ class Store:
         """Copy one file under the same name to another folder of the same filesystem (by hard link where it can)."""
         self._try("copy", name, lambda: self._copy_file(name, to))
 
-    def _open(self, name: str) -> Any:
+    def _input(self, name: str) -> Any:
         return self.filesystem.open_input_file(self.full(name))
+
+    def _open(self, name: str) -> Any:
+        return self._input(name)
 
     def _fill(self, name: str, file: Any, offset: int, buffers: list[memoryview]) -> None:
         wanted = sum(map(len, buffers))
@@ -237,10 +240,19 @@ class Store:
 
 
 class LocalStore(Store):
-    """A folder on this machine or on a mounted filesystem. Each change is one system call, announced as an event."""
+    """A folder on this machine or on a mounted filesystem. Each change is one system call, announced as an event.
+
+    Of what others may have put there, links that lead out of the folder, pipes and devices are no files of it.
+    """
 
     run = 2**20
     """Few enough to be still in the processor's cache when their digest is made."""
+
+    def files(self) -> dict[str, int]:
+        return self._try("list", "", self._files)
+
+    def size(self, name: str) -> int | None:
+        return super().size(name) if self._is_own_file(self.real(name)) else None
 
     def publish(self, name: str, data: bytes) -> None:
         temporary = f"{name}.{secrets.token_hex(4)}.tmp"
@@ -262,7 +274,12 @@ class LocalStore(Store):
             base = base.base_fs
         return path
 
+    def _input(self, name: str) -> Any:
+        self._require_own_file(name)
+        return super()._input(name)
+
     def _open(self, name: str) -> Any:
+        self._require_own_file(name)
         return open(self.real(name), "rb", buffering=0)
 
     def _fill(self, name: str, file: Any, offset: int, buffers: list[memoryview]) -> None:
@@ -276,6 +293,28 @@ class LocalStore(Store):
                 count, first = count - len(left[first]), first + 1
             if count:
                 left[first] = left[first][count:]
+
+    def _files(self) -> dict[str, int]:
+        def refuse(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                raise error
+
+        # Not pyarrow's listing: it goes through links to folders, for ever when two of them lead in a circle.
+        root = self.real("")
+        paths = [os.path.join(at, name) for at, _, names in os.walk(root, onerror=refuse) for name in names]
+        own = [path for path in paths if (not os.path.islink(path) and os.path.isfile(path)) or self._is_own_file(path)]
+        return {os.path.relpath(path, root): os.stat(path).st_size for path in own}
+
+    def _is_own_file(self, path: str) -> bool:
+        root = os.path.realpath(self.real("")).rstrip("/")
+        return os.path.isfile(path) and os.path.realpath(path).startswith(f"{root}/")
+
+    def _require_own_file(self, name: str) -> None:
+        path = self.real(name)
+        if os.path.lexists(path) and not self._is_own_file(path):
+            raise UnsafeCheckpoint(
+                f"{path} is a link out of its folder, or no plain file: put a copy of the file there"
+            )
 
     def _make(self, path: str) -> None:
         real = LocalStore(self.filesystem, path).real("")

@@ -99,7 +99,8 @@ class LoaderCursor:
                 rng.restore(before, self.generators)
             iterator = iter(loader)
             for _ in range(consumed if state is not None else 0):
-                next(iterator, None)
+                if next(iterator, _END) is _END:
+                    break
             return iterator
         loader.load_state_dict(copy.deepcopy(state))
         if starts_late:

@@ -228,6 +228,8 @@ def merged(parts: list[Part], order: list[int], names: list[Any]) -> list[Part]:
     """What is left, in the epoch's order of shards, neighbours joined."""
     place = {shard: number for number, shard in enumerate(order)}
     found: list[Part] = []
+    if strange := [part for part in parts if part[0] not in place]:
+        raise DataChanged(f"the stored position names shard {strange[0][0]} of {len(order)}: start the epoch anew")
     for shard, start, stop in sorted(parts, key=lambda part: (place[part[0]], part[1])):
         last = found[-1] if found else None
         if last and last[0] == shard and (last[2] == NO_END or last[2] > start):
