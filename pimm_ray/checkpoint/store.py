@@ -18,7 +18,8 @@ import pyarrow.fs as pafs
 import xxhash
 
 from pimm_ray.checkpoint.layout import BLOCK, FileEntry
-from pimm_ray.errors import PimmRayError, StorageError, UnsafeCheckpoint
+from pimm_ray.checkpoint.own_files import is_own, own_files, require_own
+from pimm_ray.errors import PimmRayError, StorageError
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -249,10 +250,10 @@ class LocalStore(Store):
     """Few enough to be still in the processor's cache when their digest is made."""
 
     def files(self) -> dict[str, int]:
-        return self._try("list", "", self._files)
+        return self._try("list", "", lambda: own_files(self.real("")))
 
     def size(self, name: str) -> int | None:
-        return super().size(name) if self._is_own_file(self.real(name)) else None
+        return super().size(name) if is_own(self.real(""), self.real(name)) else None
 
     def publish(self, name: str, data: bytes) -> None:
         temporary = f"{name}.{secrets.token_hex(4)}.tmp"
@@ -275,11 +276,11 @@ class LocalStore(Store):
         return path
 
     def _input(self, name: str) -> Any:
-        self._require_own_file(name)
+        require_own(self.real(""), self.real(name))
         return super()._input(name)
 
     def _open(self, name: str) -> Any:
-        self._require_own_file(name)
+        require_own(self.real(""), self.real(name))
         return open(self.real(name), "rb", buffering=0)
 
     def _fill(self, name: str, file: Any, offset: int, buffers: list[memoryview]) -> None:
@@ -293,28 +294,6 @@ class LocalStore(Store):
                 count, first = count - len(left[first]), first + 1
             if count:
                 left[first] = left[first][count:]
-
-    def _files(self) -> dict[str, int]:
-        def refuse(error: OSError) -> None:
-            if not isinstance(error, FileNotFoundError):
-                raise error
-
-        # Not pyarrow's listing: it goes through links to folders, for ever when two of them lead in a circle.
-        root = self.real("")
-        paths = [os.path.join(at, name) for at, _, names in os.walk(root, onerror=refuse) for name in names]
-        own = [path for path in paths if (not os.path.islink(path) and os.path.isfile(path)) or self._is_own_file(path)]
-        return {os.path.relpath(path, root): os.stat(path).st_size for path in own}
-
-    def _is_own_file(self, path: str) -> bool:
-        root = os.path.realpath(self.real("")).rstrip("/")
-        return os.path.isfile(path) and os.path.realpath(path).startswith(f"{root}/")
-
-    def _require_own_file(self, name: str) -> None:
-        path = self.real(name)
-        if os.path.lexists(path) and not self._is_own_file(path):
-            raise UnsafeCheckpoint(
-                f"{path} is a link out of its folder, or no plain file: put a copy of the file there"
-            )
 
     def _make(self, path: str) -> None:
         real = LocalStore(self.filesystem, path).real("")

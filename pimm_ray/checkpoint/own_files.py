@@ -1,0 +1,35 @@
+"""Which files of a local folder are its own: plain ones, and links that do not lead out of it.
+
+Pyarrow's listing goes through links to folders: anywhere, and for ever when two of them lead in a circle. A pipe that is
+opened to be read waits for a writer. What is refused here was put there by others: nothing of ours is a link.
+"""
+
+from __future__ import annotations
+
+import os
+
+from pimm_ray.errors import UnsafeCheckpoint
+
+
+def own_files(folder: str) -> dict[str, int]:
+    """Sizes in bytes by path in `folder`, through no link to a folder; empty when there is no folder."""
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    paths = [os.path.join(at, name) for at, _, names in os.walk(folder, onerror=refuse) for name in names]
+    own = [path for path in paths if (not os.path.islink(path) and os.path.isfile(path)) or is_own(folder, path)]
+    return {os.path.relpath(path, folder): os.stat(path).st_size for path in own}
+
+
+def is_own(folder: str, path: str) -> bool:
+    """Whether `path` leads to a plain file in `folder`, whatever links it goes through."""
+    root = os.path.realpath(folder).rstrip("/")
+    return os.path.isfile(path) and os.path.realpath(path).startswith(f"{root}/")
+
+
+def require_own(folder: str, path: str) -> None:
+    """Raises UnsafeCheckpoint for what is there and is no own file. Without this, opening it could leave the folder."""
+    if os.path.lexists(path) and not is_own(folder, path):
+        raise UnsafeCheckpoint(f"{path} is a link out of its folder, or no plain file: put a copy of the file there")
