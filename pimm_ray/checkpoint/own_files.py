@@ -1,7 +1,7 @@
 """Which files of a local folder are its own: plain ones, and links that do not lead out of it.
 
-Pyarrow's listing goes through links to folders: anywhere, and for ever when two of them lead in a circle. A pipe that is
-opened to be read waits for a writer. What is refused here was put there by others: nothing of ours is a link.
+Pyarrow's listing goes through links to folders: anywhere, and for ever when two of them lead in a circle. A pipe that
+is opened to be read waits for a writer. What is refused here was put there by others: nothing of ours is a link.
 """
 
 from __future__ import annotations
