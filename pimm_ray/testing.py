@@ -5,6 +5,7 @@ The stores stand in for a run folder wherever one is asked for: `CheckpointManag
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import math
@@ -13,12 +14,11 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, TypeVar
 
-import xxhash
 from pyarrow.fs import FileInfo, FileType
 
 from pimm_ray.checkpoint.layout import CheckpointName, FileEntry
@@ -40,9 +40,9 @@ class FailureInjector:
     Args:
         rank: whose process it is; None: every rank's.
         step: after this optimizer step, and after the save that was due at it. With `event`: in the save at this step.
-        event: before the n-th change of the storage in a save, counted from 1 on this rank; without `step`, in the
-            first save. Changes are those that `Store` announces: folders, files and writes made, synced, renamed,
-            deleted. After event n is before event n + 1.
+        event: before the n-th change that a save makes in checkpoint folders, counted from 1 on this rank; without
+            `step`, in the first save. Each folder and file made, write, sync, rename and deletion is one. After event n
+            is before event n + 1.
         error: what to raise; None kills the process. An OSError at an event meets what the storage meets: one that may
             pass is tried again.
         once: a file `.injected-...` in the run folder keeps the attempts after this one from failing again.
@@ -78,29 +78,28 @@ class FailureInjector:
         runtime = manager._runtime
         if self.rank not in (None, runtime.rank):
             return
-        storage = runtime.store
-        if self.event is not None:
-            runtime.store = _Watched(storage, self)
-            return
-        step = manager.step
+        storage, step = runtime.store, manager.step
+
+        def fire() -> None:
+            if self.once:
+                mark = f".injected-rank{runtime.rank}-step{self.step}-event{self.event}"
+                if storage.exists(mark):
+                    return
+                storage.make()
+                storage.write(mark, [])
+            if self.error is not None:
+                raise self.error
+            os.kill(os.getpid(), signal.SIGKILL)
 
         def watched(**metrics: Any) -> None:
             step(**metrics)
             if manager.state.global_step == self.step:
-                self._fire(storage)
+                fire()
 
-        manager.step = watched  # type: ignore[method-assign]
-
-    def _fire(self, storage: Store) -> None:
-        if self.once:
-            name = f".injected-{xxhash.xxh3_64_hexdigest(repr(self).encode())}"
-            if storage.exists(name):
-                return
-            storage.make()
-            storage.write(name, [])
-        if self.error is not None:
-            raise self.error
-        os.kill(os.getpid(), signal.SIGKILL)
+        if self.event is None:
+            manager.step = watched  # type: ignore[method-assign]
+        else:
+            runtime.store = _Watched(storage, self, fire)
 
 
 class _Overlay(Store):
@@ -112,7 +111,8 @@ class _Overlay(Store):
             return object.__new__(cls)
         inner = open_store(storage)
         made = copy.copy(inner)
-        made.__class__ = type(cls.__name__, (cls, type(inner)), {})
+        if not isinstance(inner, cls):
+            made.__class__ = type(cls.__name__, (cls, type(inner)), {})
         return made
 
     def _try(self, verb: str, name: str, action: Callable[[], T]) -> T:
@@ -127,24 +127,27 @@ class _Overlay(Store):
 
 
 class _Watched(_Overlay):
-    """Counts the changes of each save and lets the injector fail at its own."""
+    """Counts the changes of each save and calls `fire` at the injector's."""
 
-    def __init__(self, storage: Store, injector: FailureInjector):
-        self._storage, self._injector, self._saves = storage, injector, dict[CheckpointName, int]()
+    def __init__(self, storage: Store, injector: FailureInjector, fire: Callable[[], None]):
+        watches = [*getattr(storage, "_watches", ()), (injector, fire)]
+        self._watches, self._changes = watches, dict[CheckpointName, int]()
 
     def _event(self, kind: str, path: str) -> None:
         super()._event(kind, path)
-        injector, saves = self._injector, self._saves
         name = next(filter(None, map(CheckpointName.parse, reversed(path.split("/")))), None)
-        if name is not None and kind in ("mkdir", "create"):
-            saves.setdefault(name, 0)
-        if not saves or kind in _LOOKS.values():
+        if name is None or kind in _LOOKS.values():
             return
-        current = list(saves)[-1]  # what is deleted meanwhile belongs to it
-        saves[current] += 1
-        wanted = current == next(iter(saves)) if injector.step is None else current.step == injector.step
-        if wanted and saves[current] == injector.event:
-            injector._fire(self._storage)
+        if kind in ("mkdir", "create"):
+            self._changes.setdefault(name, 0)
+        if not self._changes:
+            return
+        first, current = next(iter(self._changes)), next(reversed(self._changes))  # deletions belong to the save, too
+        self._changes[current] += 1
+        for injector, fire in self._watches:
+            wanted = current == first if injector.step is None else current.step == injector.step
+            if wanted and self._changes[current] == injector.event:
+                fire()
 
 
 class FaultyStore(_Overlay):
@@ -199,7 +202,8 @@ class FaultyStore(_Overlay):
             inside = self._inside(path)
             self._seen_from.update({inside: 0.0, inside.split("/")[0]: 0.0})
         if kind == "mkdir" and self._again(kind):
-            os.mkdir(path)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path)
         if (kind in self._kinds if self._kinds else kind not in _LOOKS.values()) and fnmatch(path, self._matching):
             self._count["fail"] += 1
             if not self._fail_first < self._count["fail"] < self._fail_from:
@@ -234,17 +238,16 @@ class FaultyStore(_Overlay):
         return super()._try(verb, name, look if self._late else action)
 
     def _hides(self, path: str, *, there: bool = True) -> bool:
-        inside, now = self._inside(path), time.monotonic()
+        inside, now, due = self._inside(path), time.monotonic(), 0.0
         if not there:
             self._seen_from[inside] = math.inf
-        if not inside or not there:
+        if not there or not inside:
             return False
-        top = inside.split("/")[0]
-        times = {top: self._seen_from.get(top, math.inf)}
-        times[inside] = self._seen_from.get(inside, 0.0 if inside != top else math.inf)
-        times = {key: now + self._late if time == math.inf else time for key, time in times.items()}
-        self._seen_from.update(times)
-        return now < max(times.values())
+        for key, new in ((inside.split("/")[0], math.inf), (inside, 0.0)):
+            if self._seen_from.setdefault(key, new) == math.inf:
+                self._seen_from[key] = now + self._late
+            due = max(due, self._seen_from[key])
+        return now < due
 
     def _inside(self, path: str) -> str:
         path = path.strip("/")
@@ -267,13 +270,13 @@ class SlowStore(_Overlay):
         self._seconds, self._rate = seconds, bytes_per_second
 
     def read(self, name: str, *, limit: int | None = None) -> bytes:
-        """The whole file, at this store's pace."""
+        """As `Store`, at this pace."""
         data = super().read(name, limit=limit)
         time.sleep(len(data) / self._rate)
         return data
 
     def peek(self, name: str, count: int) -> tuple[bytes, int]:
-        """The first bytes of a file, at this store's pace."""
+        """As `Store`, at this pace."""
         data, size = super().peek(name, count)
         time.sleep(len(data) / self._rate)
         return data, size
@@ -288,16 +291,6 @@ class SlowStore(_Overlay):
         time.sleep(self._seconds)
 
     def _write(self, name: str, chunks: Iterable[memoryview | bytes]) -> FileEntry:
-        return super()._write(name, _Paced(chunks, self._rate))
-
-
-class _Paced:
-    """Chunks that come no faster than `rate` bytes a second, as often as they are iterated."""
-
-    def __init__(self, chunks: Iterable[memoryview | bytes], rate: float):
-        self._chunks, self._rate = chunks, rate
-
-    def __iter__(self) -> Iterator[memoryview | bytes]:
-        for chunk in self._chunks:
-            time.sleep(memoryview(chunk).nbytes / self._rate)
-            yield chunk
+        entry = super()._write(name, chunks)
+        time.sleep(entry.bytes / self._rate)
+        return entry

@@ -6,7 +6,10 @@ import errno
 import functools
 import itertools
 import pickle
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import fsspec
 import pyarrow.fs as pafs
@@ -68,6 +71,24 @@ def test_an_attempt_that_comes_to_the_same_step_again_is_spared_unless_it_is_not
         for killed in ends:
             (outcome,) = try_ranks(1, functools.partial(train, **never), root, fault, group=False)
             assert outcome.killed == killed, outcome.error
+
+
+def test_several_faults_may_be_attached_and_each_comes_in_its_turn(tmp_path):
+    faults = [FailureInjector(step=2, event=7), FailureInjector(step=3, event=12), FailureInjector(rank=None, step=4)]
+
+    def doomed(rank):
+        model = torch.nn.Linear(2, 2)
+        manager = CheckpointManager(model=model, storage=tmp_path, save=SavePolicy(every_steps=1, timeout_seconds=5))
+        for fault in faults:
+            fault.attach(manager)
+        start = manager.resume().step
+        while manager.state.global_step < 5:
+            manager.step()
+        return start
+
+    for _ in faults:
+        assert try_ranks(1, doomed, group=False)[0].killed
+    assert try_ranks(1, doomed, group=False)[0].value == 4
 
 
 def test_an_error_is_raised_where_the_training_is(tmp_path):
@@ -293,3 +314,12 @@ def test_it_is_found_under_its_name_in_the_package():
     import pimm_ray
 
     assert pimm_ray.testing is testing
+
+
+@pytest.mark.ray
+def test_under_ray_a_fault_travels_in_the_config_and_kills_its_worker_once(tmp_path):
+    job = Path(__file__).parent / "ray_jobs" / "fault_job.py"
+    done = subprocess.run([sys.executable, job, tmp_path], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "starts").read_text().split() == ["0", "2"]
+    assert find_checkpoint(tmp_path / "run").step == 5
