@@ -59,7 +59,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pimm_ray import CheckpointManager, ElasticLoader, KeepPolicy, SavePolicy, find_checkpoint
 from pimm_ray.checkpoint.store import LocalStore
 from tests.jobs import identical, next_draws, seed_streams
-from tests.ranks import Outcome, die, try_ranks
+from tests.ranks import Outcome, die, run_ranks, try_ranks
 
 BATCH, SAMPLES = 8, 24
 SECTIONS = {
@@ -70,6 +70,8 @@ SECTIONS = {
     "end": ("end", 6, 6),
 }
 """What each is called, and the steps of the newest checkpoint and the one before it."""
+SURVIVORS = ("RankMissing", "RuntimeError")
+"""What the ranks that are left raise."""
 VERDICTS = ("newest", "previous", "lost work", "hard fail", "silent", "litter")
 
 
@@ -212,21 +214,17 @@ def gathered(value: Any, world: int) -> list[Any]:
 
 
 def ranks(world: int, *args: Any, **settings: Any) -> list[Outcome]:
+    """How each of them ended, forked from this process, which has torch but neither a process group nor threads."""
     return try_ranks(world, functools.partial(train, **settings), *args, group=world > 1)
-
-
-def values(outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    for outcome in outcomes:
-        assert outcome.value is not None, outcome.error or "killed"
-    return [outcome.value for outcome in outcomes]
 
 
 def undisturbed(world: int) -> list[dict[str, Any]]:
     """What each rank of an uninterrupted run became, with the changes of all sections."""
     with tempfile.TemporaryDirectory() as folder:
-        twin = values(ranks(world, f"{folder}/run", 1))
+        twin = run_ranks(world, train, f"{folder}/run", 1, group=world > 1)
         ranks(world, f"{folder}/again", 1, BETWEEN_SAVES)
-        for rank, again in enumerate(values(ranks(world, f"{folder}/again", 1, start="restart"))):
+        restarted = functools.partial(train, start="restart")
+        for rank, again in enumerate(run_ranks(world, restarted, f"{folder}/again", 1, group=world > 1)):
             twin[rank]["changes"] += [change for change in again["changes"] if change.section == "restart"]
     return twin
 
@@ -298,33 +296,27 @@ def at_random(world: int, kills: int, seed: int = 0) -> Counter[str]:
     settings: dict[str, Any] = {"every": 1, "last": 2, "epochs": 10}
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
-        twin = values(ranks(world, f"{folder}/twin", 1, **settings))
+        twin = run_ranks(world, functools.partial(train, **settings), f"{folder}/twin", 1, group=world > 1)
         longest = 0.6 * (time.monotonic() - started)
         for number in itertools.count():
-            run, reached, verdict = f"{folder}/{number}", 0, ""
-            while not verdict:
-                last_one = counted["kills"] >= kills
+            run, reached = f"{folder}/{number}", 0
+            while True:
                 victims = chance.choice([[*range(world)], [chance.randrange(world)]])
-                after = None if last_one else chance.uniform(0, longest)
+                after = chance.uniform(0, longest) if counted["kills"] < kills else None
                 outcomes = ranks(world, run, seed_for(run), shot=(victims, after), at_least=reached, **settings)
-                wrong = next(
-                    (o.error for o in outcomes if o.error and o.kind not in ("RankMissing", "RuntimeError")), ""
-                )
-                if any(outcome.killed for outcome in outcomes) and not wrong:
-                    counted["kills"] += 1
-                    found = find_checkpoint(run)
-                    counted["inside a save"] += len(list(Path(run).glob("checkpoint_*"))) > len(
-                        list(Path(run).glob("*/.complete"))
-                    )
-                    if (found.step if found else 0) < reached:
-                        verdict = "lost work"
-                    reached = found.step if found else 0
-                elif wrong or any(outcome.error for outcome in outcomes):
-                    verdict = "lost work" if "LostWork" in str(wrong) else "hard fail"
-                    print(wrong or outcomes, file=sys.stderr)
-                else:
-                    verdict = "silent" if differences([outcome.value for outcome in outcomes], twin) else "equal"
-            counted[verdict] += 1
+                killed = any(outcome.killed for outcome in outcomes)
+                if not killed or any(outcome.kind not in (None, *SURVIVORS) for outcome in outcomes):
+                    break
+                unfinished = [path for path in Path(run).glob("checkpoint_*") if not (path / ".complete").exists()]
+                counted["inside a save"] += bool(unfinished)
+                counted["kills"] += 1
+                if found := find_checkpoint(run):
+                    reached = max(reached, found.step)
+            if any(outcome.value is None for outcome in outcomes):
+                counted["lost work" if "LostWork" in {outcome.kind for outcome in outcomes} else "hard fail"] += 1
+                print(*(outcome.error for outcome in outcomes if outcome.error), sep="\n", file=sys.stderr)
+            else:
+                counted["silent" if differences([outcome.value for outcome in outcomes], twin) else "equal"] += 1
             if counted["kills"] >= kills:
                 return counted
 
