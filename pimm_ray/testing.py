@@ -196,6 +196,13 @@ class FaultyStore(_Overlay):
             self._seen_from.update((self._inside(info.path), 0.0) for info in self._list(recursive=True))
             self._late = late
 
+    def files(self) -> dict[str, int]:
+        """Those to be seen."""
+        return {name: size for name, size in super().files().items() if not self._hides(self.full(name))}
+
+    def _list(self, *, recursive: bool) -> list[Any]:
+        return [info for info in super()._list(recursive=recursive) if not self._hides(info.path)]
+
     def _event(self, kind: str, path: str) -> None:
         super()._event(kind, path)
         if kind not in _LOOKS.values():
@@ -227,8 +234,6 @@ class FaultyStore(_Overlay):
             except FileNotFoundError:
                 self._hides(path, there=False)
                 raise
-            if verb == "list":
-                return [info for info in found if not self._hides(info.path)]
             if verb == "read" and self._hides(path):
                 raise FileNotFoundError(errno.ENOENT, "not to be seen yet", path)
             if verb == "look at" and self._hides(path, there=found.type != FileType.NotFound):
@@ -241,7 +246,7 @@ class FaultyStore(_Overlay):
         inside, now, due = self._inside(path), time.monotonic(), 0.0
         if not there:
             self._seen_from[inside] = math.inf
-        if not there or not inside:
+        if not there or not inside or not self._late:
             return False
         for key, new in ((inside.split("/")[0], math.inf), (inside, 0.0)):
             if self._seen_from.setdefault(key, new) == math.inf:
