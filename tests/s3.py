@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import parse_qs, unquote
+from urllib.parse import parse_qs, quote, unquote
 
 import pyarrow.fs as pafs
 from moto.server import DomainDispatcherApplication, create_backend_app
@@ -74,7 +74,7 @@ class S3Server:
         return pafs.S3FileSystem(**{**known, "endpoint_override": self.endpoint, **settings})
 
     def uri(self, path: str) -> str:
-        return f"s3://test:test@{path}?scheme=http&region=us-east-1&endpoint_override={self.endpoint.replace(':', '%3A')}"
+        return f"s3://test:test@{path}?scheme=http&region=us-east-1&endpoint_override={quote(self.endpoint)}"
 
     def fail(self, *kinds: str, **settings: Any) -> Fault:
         fault = Fault(kinds, **settings)

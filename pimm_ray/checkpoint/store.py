@@ -11,14 +11,16 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow.fs as pafs
 import xxhash
 
+from pimm_ray.checkpoint.digest import Digest
 from pimm_ray.checkpoint.layout import BLOCK, FileEntry
 from pimm_ray.checkpoint.own_files import is_own, own_files, require_own
+from pimm_ray.checkpoint.passing import may_pass
+from pimm_ray.checkpoint.places import locate
 from pimm_ray.errors import PimmRayError, StorageError
 
 T = TypeVar("T")
@@ -31,14 +33,6 @@ PAUSES = (0.1, 0.4, 1.5)
 _THREADS = 4
 _BUFFERS = 1024
 """How many buffers one system call fills."""
-_LASTING = {
-    getattr(errno, name)
-    for name in (
-        "EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EFBIG", "ENAMETOOLONG", "ENOTDIR", "EISDIR", "EEXIST",
-        "ENOTEMPTY", "EINVAL", "ELOOP", "EMFILE", "ENXIO",
-    )
-}  # fmt: skip
-_LASTING_WORDS = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "NO_SUCH_BUCKET")
 
 
 class Store:
@@ -148,14 +142,15 @@ class Store:
     def make(self, *folders: str) -> None:
         """Create this folder and the named ones in it."""
         for folder in folders or ("",):
-            self._try("create", folder, lambda folder=folder: self._make(self.full(folder) if folder else self.path))  # type: ignore[misc]
+            path = self.full(folder) if folder else self.path
+            self._await("create", folder, lambda path=path: self._make(path))  # type: ignore[misc]
 
     def write(self, name: str, chunks: Iterable[memoryview | bytes]) -> FileEntry:
         """Write a new file; when this returns its bytes are as durable as the storage can make them.
 
         `chunks` is iterated again when a try has failed, so it must not be an iterator.
         """
-        return self._try("write", name, lambda: self._write(name, chunks))
+        return self._await("write", name, lambda: self._write(name, chunks))
 
     def publish(self, name: str, data: bytes) -> None:
         """Make a small file appear whole or not at all."""
@@ -194,7 +189,7 @@ class Store:
         self.filesystem.create_dir(path, recursive=True)
 
     def _write(self, name: str, chunks: Iterable[memoryview | bytes]) -> FileEntry:
-        digest, path = _Digest(), self.full(name)
+        digest, path = Digest(), self.full(name)
         self._event("create", path)
         with self.filesystem.open_output_stream(path) as stream:
             for chunk in chunks:
@@ -232,9 +227,22 @@ class Store:
             except (PimmRayError, FileNotFoundError):
                 raise
             except (OSError, ValueError) as error:
-                if pause is None or not _may_pass(error):
+                if pause is None or not may_pass(error):
                     tried = f" (tried {number} times)" if number > 1 else ""
                     raise StorageError(f"cannot {verb} {where}: {error}{tried}") from error
+                logger.warning("cannot %s %s: %s; trying again in %g s", verb, where, error, pause)
+                time.sleep(pause)
+        raise AssertionError("unreachable")
+
+    def _await(self, verb: str, name: str, action: Callable[[], T]) -> T:
+        """As `_try`, for what needs a folder or file that is there: a machine may see late what another one made."""
+        where = self.full(name) if name else self.path
+        for pause in (*PAUSES, None):
+            try:
+                return self._try(verb, name, action)
+            except FileNotFoundError as error:
+                if pause is None:
+                    raise StorageError(f"cannot {verb} {where}: {error} (waited {sum(PAUSES):g} s for it)") from error
                 logger.warning("cannot %s %s: %s; trying again in %g s", verb, where, error, pause)
                 time.sleep(pause)
         raise AssertionError("unreachable")
@@ -258,7 +266,12 @@ class LocalStore(Store):
     def publish(self, name: str, data: bytes) -> None:
         temporary = f"{name}.{secrets.token_hex(4)}.tmp"
         self.write(temporary, [data])
-        self._try("publish", name, lambda: self._rename(temporary, name))
+        try:
+            self._try("publish", name, lambda: self._rename(temporary, name))
+        except FileNotFoundError:
+            # A network mount may send a rename twice, and the second hears that its source is gone.
+            if self.read(name) != data:
+                raise
         self._try("sync", "", lambda: self._sync_folder(self.real("")))
         self._try("sync", "", lambda: self._sync_folder(os.path.dirname(self.real(""))))
 
@@ -295,6 +308,21 @@ class LocalStore(Store):
             if count:
                 left[first] = left[first][count:]
 
+    def _list(self, *, recursive: bool) -> list[Any]:
+        if recursive:
+            return super()._list(recursive=True)
+        return self._try("list", "", self._entries)
+
+    def _entries(self) -> list[Any]:
+        """Not by pyarrow, which fails on a name that is not UTF-8: nobody here made it."""
+        try:
+            entries = list(os.scandir(self.real("")))
+        except FileNotFoundError:
+            return []
+        named = [entry for entry in entries if entry.name.encode(errors="ignore").decode() == entry.name]
+        kinds = {True: pafs.FileType.Directory, False: pafs.FileType.File}
+        return [pafs.FileInfo(self.full(entry.name), kinds[entry.is_dir()]) for entry in named]
+
     def _make(self, path: str) -> None:
         real = LocalStore(self.filesystem, path).real("")
         missing = [real]
@@ -305,12 +333,13 @@ class LocalStore(Store):
             try:
                 os.mkdir(folder)
             except FileExistsError:
-                if not os.path.isdir(folder):
+                # Of another rank, perhaps, and not to be seen here yet. Only a file in its place is an error.
+                if os.path.lexists(folder) and not os.path.isdir(folder):
                     raise
             self._sync_folder(os.path.dirname(folder))
 
     def _write(self, name: str, chunks: Iterable[memoryview | bytes]) -> FileEntry:
-        digest, path = _Digest(), self.real(name)
+        digest, path = Digest(), self.real(name)
         self._event("create", path)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
@@ -379,9 +408,9 @@ def in_threads(work: Callable[[Sequence[T]], U], items: Sequence[T]) -> list[U]:
         return list(threads.map(work, parts))
 
 
-def open_store(source: Any, filesystem: pafs.FileSystem | None = None) -> Store:
-    """The folder that a path, a URI (`s3://...`, `file://...`) or an object with `.path` and `.filesystem`, such as a
-    `ray.train.Checkpoint`, points to. Nothing is read yet.
+def open_store(source: Any, filesystem: Any = None) -> Store:
+    """The folder that a path, a URI (`s3://...`, `file://...`) or an object with `.path` and `.filesystem` (of pyarrow
+    or fsspec), such as a `ray.train.Checkpoint`, points to. Nothing is read yet.
 
     Raises:
         TypeError: `source` is none of these.
@@ -389,52 +418,8 @@ def open_store(source: Any, filesystem: pafs.FileSystem | None = None) -> Store:
     """
     if isinstance(source, Store):
         return source
-    if filesystem is None and hasattr(source, "filesystem") and hasattr(source, "path"):
-        source, filesystem = source.path, source.filesystem
-    if not isinstance(source, str | os.PathLike):
-        raise TypeError(f"{source!r} is not a path, a URI or a ray.train.Checkpoint")
-    path = os.fspath(source)
-    if filesystem is None:
-        if "://" in path:
-            try:
-                filesystem, path = pafs.FileSystem.from_uri(path)
-            except (OSError, ValueError) as error:
-                raise StorageError(f"cannot open {path}: {error}") from error
-        else:
-            filesystem, path = pafs.LocalFileSystem(), str(Path(path).expanduser().absolute())
+    filesystem, path = locate(source, filesystem)
     base = filesystem
     while isinstance(base, pafs.SubTreeFileSystem):
         base = base.base_fs
     return (LocalStore if isinstance(base, pafs.LocalFileSystem) else Store)(filesystem, path)
-
-
-class _Digest:
-    """xxh3 of a stream, one value a block."""
-
-    def __init__(self) -> None:
-        self._size, self._hash, self._room, self._done = 0, xxhash.xxh3_64(), BLOCK, list[str]()
-
-    def update(self, chunk: memoryview | bytes) -> None:
-        view = memoryview(chunk)
-        self._size += len(view)
-        while len(view):
-            self._hash.update(view[: self._room])
-            taken = min(len(view), self._room)
-            self._room, view = self._room - taken, view[taken:]
-            if not self._room:
-                self._close()
-
-    def entry(self, name: str) -> FileEntry:
-        if self._room < BLOCK:
-            self._close()
-        return FileEntry(name, self._size, tuple(self._done), BLOCK)
-
-    def _close(self) -> None:
-        self._done.append(self._hash.hexdigest())
-        self._hash, self._room = xxhash.xxh3_64(), BLOCK
-
-
-def _may_pass(error: OSError | ValueError) -> bool:
-    """Whether the same operation may well succeed a moment later."""
-    lasting = getattr(error, "errno", None) in _LASTING or any(word in str(error) for word in _LASTING_WORDS)
-    return isinstance(error, OSError) and not lasting
