@@ -14,9 +14,11 @@ import xxhash
 
 from pimm_ray import CheckpointManager, find_checkpoint, verify_checkpoint
 from pimm_ray.checkpoint import layout
+from pimm_ray.checkpoint import store as store_module
 from pimm_ray.checkpoint.layout import BLOCK
 from pimm_ray.checkpoint.store import LocalStore, Store, open_store
 from pimm_ray.errors import StorageError
+from pimm_ray.testing import FaultyStore
 
 
 @pytest.fixture
@@ -133,3 +135,101 @@ def test_a_run_folder_may_be_moved(tmp_path):
     (tmp_path / "here").rename(tmp_path / "there")
     found = find_checkpoint(tmp_path / "there")
     assert Path(found.path) == tmp_path / "there" / name
+
+
+def test_a_uri_that_pathlib_has_eaten_a_slash_of_is_an_error_not_a_local_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StorageError, match="give it as a string, 's3://bucket/x'"):
+        CheckpointManager(model=torch.nn.Linear(1, 1), storage=Path("s3://bucket/x"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_hub_is_no_place_for_a_run_and_no_password_is_shown():
+    with pytest.raises(StorageError, match=r"hf://me/run: .*cannot live on the Hugging Face Hub"):
+        open_store("hf://me/run")
+    with pytest.raises(StorageError) as caught:
+        open_store("s3://key:password@bucket/run?nonsense=1")
+    assert "s3://bucket/run" in str(caught.value) and "password" not in str(caught.value)
+
+
+def test_what_only_fsspec_knows_is_opened_through_it():
+    store = open_store("memory://elsewhere/run")
+    store.make("a")
+    store.write("a/x", [b"one"])
+    assert open_store(Handle("elsewhere/run", fsspec.filesystem("memory"))).files() == {"a/x": 3}
+    store.remove()
+    with pytest.raises(StorageError, match="fsspec says: Protocol not known: nowhere"):
+        open_store("nowhere://x")
+    with pytest.raises(TypeError, match="17 is not a filesystem of pyarrow or fsspec"):
+        open_store(Handle("bucket/run", 17))
+
+
+def test_a_local_disk_behind_fsspec_is_written_as_a_local_disk(tmp_path):
+    local = fsspec.filesystem("file")
+    for filesystem in (local, pafs.PyFileSystem(pafs.FSSpecHandler(local))):
+        store = open_store(Handle(str(tmp_path), filesystem))
+        assert isinstance(store, LocalStore) and store.real("a") == str(tmp_path / "a")
+    assert isinstance(open_store(f"local://{tmp_path}"), LocalStore)
+
+
+def test_names_that_are_not_utf8_are_passed_by(tmp_path):
+    manager = CheckpointManager(model=torch.nn.Linear(1, 1), storage=tmp_path)
+    manager.resume()
+    manager.save()
+    (tmp_path / os.fsdecode(b"run-\xff")).mkdir()
+    (tmp_path / os.fsdecode(b"file-\xfe")).touch()
+    assert find_checkpoint(tmp_path).step == 0
+    again = CheckpointManager(model=torch.nn.Linear(1, 1), storage=tmp_path)
+    assert again.resume().source != "fresh"
+
+
+class Waiting(LocalStore):
+    """A mount that does not show a folder of another machine until so many tries have failed."""
+
+    blind = 0
+
+    def _event(self, kind, path):
+        if kind == "create" and self.blind:
+            self.blind -= 1
+            raise FileNotFoundError(2, "No such file or directory", path)
+
+
+def test_a_folder_that_another_rank_made_is_waited_for_a_bounded_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "PAUSES", (0.01, 0.02, 0.03))
+    store = Waiting(pafs.LocalFileSystem(), str(tmp_path))
+    store.blind = 3
+    store.write("x", [b"one"])
+    assert store.read("x") == b"one"
+    store.blind = 4
+    with pytest.raises(StorageError, match=r"cannot write .*/y: .*No such file.*\(waited 0.06 s for it\)"):
+        store.write("y", [b"one"])
+
+
+def test_a_folder_that_is_said_to_exist_may_appear_later_but_a_file_in_its_place_is_an_error(tmp_path, monkeypatch):
+    def exists_but_hidden(path):
+        mkdir(f"{path}.hidden")
+        monkeypatch.setattr(os, "mkdir", mkdir)
+        raise FileExistsError(17, "File exists", path)
+
+    mkdir = os.mkdir
+    monkeypatch.setattr(os, "mkdir", exists_but_hidden)
+    open_store(tmp_path / "run").make()
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"cannot create .*/file"):
+        open_store(tmp_path / "file").make()
+
+
+def test_a_rename_that_is_sent_twice_is_one_publication_and_one_that_fails_is_none(tmp_path):
+    twice = FaultyStore(tmp_path, retransmits=1)
+    twice.publish("marker", b"new")
+    assert twice.files() == {"marker": 3}
+
+    class Lost(LocalStore):
+        def _rename(self, old, new):
+            os.unlink(self.real(old))
+            super()._rename(old, new)
+
+    (tmp_path / "marker").write_bytes(b"old")
+    with pytest.raises(FileNotFoundError):
+        Lost(pafs.LocalFileSystem(), str(tmp_path)).publish("marker", b"new")
+    assert (tmp_path / "marker").read_bytes() == b"old"

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pyarrow.fs as pafs
-import xxhash
 
 from pimm_ray.checkpoint.digest import Digest
 from pimm_ray.checkpoint.layout import BLOCK, FileEntry
