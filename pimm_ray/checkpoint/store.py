@@ -256,9 +256,6 @@ class LocalStore(Store):
     run = 2**20
     """Few enough to be still in the processor's cache when their digest is made."""
 
-    def files(self) -> dict[str, int]:
-        return self._try("list", "", lambda: own_files(self.real("")))
-
     def size(self, name: str) -> int | None:
         return super().size(name) if is_own(self.real(""), self.real(name)) else None
 
@@ -308,19 +305,20 @@ class LocalStore(Store):
                 left[first] = left[first][count:]
 
     def _list(self, *, recursive: bool) -> list[Any]:
-        if recursive:
-            return super()._list(recursive=True)
-        return self._try("list", "", self._entries)
+        return self._try("list", "", lambda: self._own_folders() + (self._own_files() if recursive else []))
 
-    def _entries(self) -> list[Any]:
+    def _own_files(self) -> list[Any]:
+        found = own_files(self.real(""))
+        return [pafs.FileInfo(self.full(name), pafs.FileType.File, size=size) for name, size in found.items()]
+
+    def _own_folders(self) -> list[Any]:
         """Not by pyarrow, which fails on a name that is not UTF-8: nobody here made it."""
         try:
-            entries = list(os.scandir(self.real("")))
+            names = [entry.name for entry in os.scandir(self.real("")) if entry.is_dir()]
         except FileNotFoundError:
             return []
-        named = [entry for entry in entries if entry.name.encode(errors="ignore").decode() == entry.name]
-        kinds = {True: pafs.FileType.Directory, False: pafs.FileType.File}
-        return [pafs.FileInfo(self.full(entry.name), kinds[entry.is_dir()]) for entry in named]
+        named = [name for name in names if name.encode(errors="ignore").decode() == name]
+        return [pafs.FileInfo(self.full(name), pafs.FileType.Directory) for name in named]
 
     def _make(self, path: str) -> None:
         real = LocalStore(self.filesystem, path).real("")
