@@ -159,13 +159,14 @@ def _read_own(runtime: Runtime, store: Store) -> Contents | Problem:
         document = read_document(reader)
         if problems := check_marker(reader, document):
             return problems[0]
+        own = read_rank(reader, rank if rank < manifest.world_size else 0)
         for other in range(rank + world, manifest.world_size, world):
             open_rank(reader, other)
         contents = Contents(
             reader=reader,
             info=info,
             document=document,
-            rank_state=read_rank(reader, rank if rank < manifest.world_size else 0),
+            rank_state=own,
             snapshot=read_snapshot(reader, document),
         )
         if errors := reader.rest(part=rank, parts=world):

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
-from pimm_ray import SavePolicy, errors, find_checkpoint, open_checkpoint, verify_checkpoint
+from pimm_ray import SavePolicy, errors, find_checkpoint, open_checkpoint, resuming, verify_checkpoint
 from tests.elastic_jobs import Job, change_marker, copy_as, flip_byte, folders, listening, newest_step, said, steps_kept
 from tests.ranks import die, try_ranks
 
@@ -252,7 +252,9 @@ def test_a_named_checkpoint_serves_a_run_whose_own_ones_are_all_damaged(run, tmp
     assert newest_step(own) == 6 and folders(own)[-1].startswith("checkpoint_00000006-0002")
 
 
-def test_storage_that_not_all_ranks_share_is_an_error_and_not_a_fresh_start(run, tmp_path):
+def test_storage_that_not_all_ranks_share_is_an_error_and_not_a_fresh_start(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(resuming, "VISIBLE_WITHIN", 0.2)
+
     def resume(rank):
         node = SubTreeFileSystem(str([run.parent, tmp_path / "another disk"][rank]), LocalFileSystem())
         Job(SimpleNamespace(filesystem=node, path="run"))(rank)

@@ -245,7 +245,8 @@ class ShardIndex:
             whole = found[key] = torch.empty(stored.shape, dtype=stored.dtype)
             for slot in stored.slots:
                 part = whole
-                for axis, (offset, size) in enumerate(zip(slot.offsets, slot.shape, strict=True)):
+                cuts = zip(slot.offsets, slot.shape, strict=True) if slot.shape != stored.shape else ()
+                for axis, (offset, size) in enumerate(cuts):
                     part = part.narrow(axis, offset, size)
                 if not part.is_contiguous():
                     joins.append((part, part := torch.empty(slot.shape, dtype=stored.dtype)))
@@ -286,8 +287,8 @@ def fill_exactly(shape: tuple[int, ...], slots: list[Slot]) -> bool:
     at each place add up to those of that box's corners. That needs no comparison of pieces with each other.
     """
     cut = [axis for axis, size in enumerate(shape) if any(slot.shape[axis] != size for slot in slots)]
-    if len(cut) > _MAX_CUTS:
-        return False
+    if not cut or len(cut) > _MAX_CUTS:
+        return not cut and len(slots) == 1
     signs: Counter[tuple[int, ...]] = Counter()
     whole = Slot("", 0, shape, (0,) * len(shape))
     for box, weight in [(whole, -1), *((slot, 1) for slot in slots)]:
