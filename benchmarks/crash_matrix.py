@@ -352,8 +352,9 @@ _CALLS = {
 """The kinds of change and the system calls that make them."""
 
 
-def traced(folder: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """The changes that a training announces, and those that strace sees in its run folder, each a kind and a path.
+def traced(folder: Path) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+    """The changes that a training and one that finds it finished announce, and those that strace sees in their run
+    folder: the thread, the kind and the path of each, in the order of each thread.
 
     Raises:
         subprocess.CalledProcessError, FileNotFoundError: strace is not there or may not trace.
@@ -365,23 +366,24 @@ def traced(folder: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     announced, called = [], []
     kinds = {call: kind for kind, names in _CALLS.items() for call in names.split()}
     for line in log.read_text().splitlines():
-        match = re.match(r"\d+ +(\w+)\((.*)", line)
+        match = re.match(r"(\d+) +(\w+)\((.*)", line)
         if not match or str(run) not in line or (re.search(r"= -1 \w+", line) and "<event>" not in line):
             continue
-        kind, text = kinds[match[1]], match[2]
+        thread, kind, text = match[1], kinds[match[2]], match[3]
         if kind == "said":
             if told := re.search(r'"<event> (\w+) ([^"]*)"', text):
-                announced.append((told[1], shown(told[2], str(run))))
+                announced.append((thread, told[1], shown(told[2], str(run))))
             continue
-        if kind == "create" and not re.search("O_CREAT|O_WRONLY|O_RDWR|O_TRUNC", text) and match[1] != "creat":
+        if kind == "create" and not re.search("O_CREAT|O_WRONLY|O_RDWR|O_TRUNC", text) and match[2] != "creat":
             continue
         if kind == "unlink" and "AT_REMOVEDIR" in text:
             kind = "rmdir"
         base = re.match(r"\w+<([^>]*)>", text)
         names = re.findall(r'"([^"]*)"', text) if kind != "write" else []
         path = os.path.join(base[1] if base else "/", names[-1] if names else "")
-        called.append((kind, shown(path.rstrip("/"), str(run))))
-    return announced, called
+        called.append((thread, kind, shown(path.rstrip("/"), str(run))))
+    in_order = [sorted(found, key=lambda change: change[0]) for found in (announced, called)]
+    return in_order[0], in_order[1]
 
 
 def spread(items: list[Any], count: int | None) -> list[Any]:
@@ -436,6 +438,7 @@ def main() -> int:
     if options.announce:
         Announced.aloud = True
         train(0, options.announce, 1)
+        train(0, options.announce, 1, start="restart")
         return 0
     started = time.monotonic()
     worlds = [options.world] if options.world else [1, 2]
