@@ -6,7 +6,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote
@@ -30,30 +30,37 @@ class Request:
     sent: int
     """Bytes of the answer's body."""
     status: int
-    at: float
+    begun: float
+    ended: float
 
 
 @dataclass
 class Fault:
-    """Applies to the next `times` requests of these kinds whose key matches."""
+    """Applies to the next `times` requests of these kinds whose key matches, after `skip` of them."""
 
     kinds: tuple[str, ...]
     key: str = ""
     times: float = float("inf")
+    skip: int = 0
     status: int = 0
     wait: float = 0.0
     cut: bool = False
     """Send the headers and half of the body, then close the connection."""
+    before: Callable[[], None] = lambda: None
+    """Called when half of the request has come; an error in it drops the request."""
+    after: Callable[[], None] = lambda: None
+    """Called when the request has taken effect, before it is answered."""
     hits: int = field(default=0, init=False)
 
     def meets(self, kind: str, key: str) -> bool:
-        hit = kind in self.kinds and re.search(self.key, key) is not None and self.hits < self.times
-        self.hits += hit
-        return hit
+        if kind not in self.kinds or re.search(self.key, key) is None:
+            return False
+        self.hits += 1
+        return self.skip < self.hits <= self.skip + self.times
 
 
 class S3Server:
-    """Serves until the process ends. `late`: objects are visible to GET, HEAD and LIST so many seconds after PUT."""
+    """Serves until the process ends. `late`: GET, HEAD and LIST see an object so many seconds after its PUT."""
 
     def __init__(self) -> None:
         self._app = DomainDispatcherApplication(create_backend_app)
@@ -92,6 +99,8 @@ class S3Server:
             faults = [fault for fault in self.faults if fault.meets(kind, key)]
         time.sleep(sum(fault.wait for fault in faults))
         status = next((fault.status for fault in faults if fault.status), 0)
+        for fault in faults:
+            fault.before()
         if not status and kind in ("GET", "HEAD") and begun - self._born.get(key, 0.0) < self.late:
             status = 404
         if status:
@@ -101,12 +110,14 @@ class S3Server:
             answered: list[Any] = []
             body = b"".join(self._app(environ, lambda *given: answered.extend(given[:2])))
             status, headers = int(answered[0].split()[0]), answered[1]
+        for fault in faults:
+            fault.after()
         if kind in ("PUT", "COMPLETE", "COPY") and status < 300:
             self._born[key] = time.monotonic()
         if kind == "LIST" and self.late:
             body = self._hide_young(body, begun)
         with self._lock:
-            self.requests.append(Request(kind, key, len(body), status, begun))
+            self.requests.append(Request(kind, key, len(body), status, begun, time.monotonic()))
         named = [(name, value) for name, value in headers if kind == "HEAD" or name.lower() != "content-length"]
         if kind != "HEAD":
             named.append(("Content-Length", str(len(body))))
@@ -116,14 +127,15 @@ class S3Server:
         return [b"" if kind == "HEAD" else body]
 
     def _hide_young(self, body: bytes, now: float) -> bytes:
-        def shown(match: re.Match[str]) -> str:
-            key = match[1]
-            bucket = re.search("<Name>(.*?)</Name>", text)
-            path = f"{bucket[1] if bucket else ''}/{key}"
-            ages = [now - born for name, born in self._born.items() if name == path or name.startswith(path + "/" * 0)]
-            return match[0] if not ages or max(ages) >= self.late else ""
-
         text = body.decode()
+        bucket = re.search("<Name>(.*?)</Name>", text)
+        young = {key for key, born in self._born.items() if now - born < self.late}
+
+        def shown(match: re.Match[str]) -> str:
+            path = f"{bucket and bucket[1]}/{match[1]}".rstrip("/")
+            inside = {key for key in self._born if f"{key}/".startswith(f"{path}/")}
+            return "" if inside and inside <= young else match[0]
+
         text = re.sub(r"<Contents>\s*<Key>(.*?)</Key>.*?</Contents>", shown, text, flags=re.DOTALL)
         text = re.sub(r"<CommonPrefixes>\s*<Prefix>(.*?)</Prefix>\s*</CommonPrefixes>", shown, text, flags=re.DOTALL)
         return text.encode()
