@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from pimm_ray.elastic import rng
@@ -49,10 +49,10 @@ class Feed:
         rng.restore_generators(other["rng"], self.cursor.generators)
         self._resumed_streams = rng.capture(self.cursor.generators)
 
-    def keep_position(self, own: dict[str, Any], of_rank: Callable[[int], dict[str, Any]], position: Position) -> None:
-        """Go on in mid-epoch. `of_rank` reads the part of each rank that saved; the last of them is 0 .. n - 1."""
+    def keep_position(self, own: dict[str, Any], parts: list[dict[str, Any]], position: Position) -> None:
+        """Go on in mid-epoch. `parts`: of all ranks that saved, for a loader whose position is one of all ranks."""
         if self.cursor.global_position:
-            states = [of_rank(rank)["loader"] for rank in range(own["shape"]["world_size"])]
+            states = [part["loader"] for part in parts]
             self.cursor.loader.load_state_dicts(states)
             self._kept = states if position.window else None
         else:

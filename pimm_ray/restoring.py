@@ -56,6 +56,10 @@ def restore(
         warmup()
         for parameter in objects.model.parameters():
             parameter.grad = None
+    positions: list[dict[str, Any]] = []
+    if plan.cursor == "kept" and feed.cursor.global_position:
+        saved_by = range(own["shape"]["world_size"])
+        positions = runtime.each("resume: read positions", lambda: [read_rank(reader, rank) for rank in saved_by])
     notes = runtime.each("resume: restore", lambda: apply(objects, contents.snapshot))
     progress, generation = _progress(document, position, plan, by_hand=feed.cursor.loader is None)
     pace.resume(document, plan, say=runtime.rank == 0)
@@ -65,7 +69,7 @@ def restore(
         feed.restore_streams(own)
     if plan.cursor == "kept":
         progress.batches = own["batches"]
-        feed.keep_position(own, lambda rank: read_rank(reader, rank), position)
+        feed.keep_position(own, positions, position)
     if given_seed not in (None, seed):
         notes.append(f"seed {seed} of the checkpoint holds, not {given_seed}")
     if feed.cursor.loader is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import tracemalloc
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from pimm_ray.checkpoint.shards import (
     _DTYPES,
     Piece,
     ShardIndex,
+    Slot,
     Spec,
+    fill_exactly,
     raw_bytes,
     spec_of,
     split_rows,
@@ -325,3 +328,117 @@ def test_a_file_cut_short_is_an_error_and_never_read_as_less(tmp_path, damage):
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises((StorageError, CorruptCheckpoint)):
         ShardIndex(store, names).load()
+
+
+boxes = st.integers(1, 3).flatmap(
+    lambda n: st.lists(st.tuples(*[st.tuples(st.integers(0, 3), st.integers(0, 3))] * n), min_size=1, max_size=6)
+)
+
+
+def cut_up(shape, draw):
+    """Boxes that fill a shape exactly."""
+    found = [tuple((0, length) for length in shape)]
+    for _ in range(draw.randrange(6)):
+        box = found.pop(draw.randrange(len(found)))
+        axis = draw.randrange(len(shape))
+        offset, length = box[axis]
+        at = draw.randrange(length + 1)
+        parts = [part for part in ((offset, at), (offset + at, length - at)) if part[1]]
+        found += [(*box[:axis], part, *box[axis + 1 :]) for part in parts]
+    return found
+
+
+def filled_once(shape, found):
+    """What `fill_exactly` says, counted place by place."""
+    seen = torch.zeros(shape, dtype=torch.int64)
+    for box in found:
+        seen[tuple(slice(offset, offset + length) for offset, length in box)] += 1
+    return bool((seen == 1).all())
+
+
+@quick
+@given(boxes, st.randoms(use_true_random=False))
+def test_pieces_fill_a_tensor_exactly_when_each_place_of_it_is_in_one_of_them(found, draw):
+    if draw.random() < 0.5:
+        found = cut_up([draw.randrange(1, 5) for _ in range(draw.randrange(1, 4))], draw)
+        if draw.random() < 0.3:
+            found[draw.randrange(len(found))] = draw.choice(found)
+    shape = tuple(max(box[axis][0] + box[axis][1] for box in found) for axis in range(len(found[0])))
+    slots = [Slot("", 0, tuple(length for _, length in box), tuple(start for start, _ in box)) for box in found]
+    if math.prod(shape):
+        assert fill_exactly(shape, slots) == filled_once(shape, found)
+
+
+def test_ten_thousand_pieces_of_one_tensor_are_compared_at_once():
+    slots = [Slot("", 0, (1, 7), (i, 0)) for i in range(10_000)]
+    assert fill_exactly((10_000, 7), slots)
+    assert not fill_exactly((10_000, 7), [*slots[:-1], slots[0]])
+
+
+def test_two_pieces_that_overlap_and_leave_a_hole_are_corrupt(tmp_path):
+    whole = torch.arange(8.0)
+    for number, (start, stop) in enumerate([(0, 4), (2, 6), (4, 8)]):
+        piece = Piece(spec_of("w", whole), 0, start, stop)
+        write_shard(open_store(tmp_path), f"{number}.safetensors", [piece], {"w": whole}, {}, distributed=True)
+    assert ShardIndex(open_store(tmp_path), ["0.safetensors", "2.safetensors"]).load()["w"].tolist() == whole.tolist()
+    piece = Piece(spec_of("w", whole), 0, 7, 8)
+    write_shard(open_store(tmp_path), "3.safetensors", [piece], {"w": whole}, {}, distributed=True)
+    write_shard(
+        open_store(tmp_path), "4.safetensors", [Piece(spec_of("w", whole), 0, 6, 7)], {"w": whole}, {}, distributed=True
+    )
+    for names in (["0", "1", "4"], ["0", "1", "3", "4"], ["0", "1", "3"], ["0", "2", "3"]):
+        with pytest.raises(CorruptCheckpoint, match="'w' do not make up"):
+            ShardIndex(open_store(tmp_path), [f"{name}.safetensors" for name in names])
+
+
+def raw_file(path, header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def entry(shape, begin, end, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+HOSTILE = {
+    "huge": {"w": entry([2**40], 0, 2**42)},
+    "a product that overflows": {"w": entry([2**32, 2**32], 0, 0)},
+    "empty and huge": {"w": entry([0, 2**50, 2**50], 0, 0)},
+    "many dimensions": {"w": entry([1] * 1000, 0, 8)},
+    "digits": b'{"w":{"dtype":"F32","shape":[' + b"9" * 10**6 + b'],"data_offsets":[0,8]}}',
+    "1e400": b'{"w":{"dtype":"F32","shape":[1e400],"data_offsets":[0,8]}}',
+    "floats": {"w": entry([2.0], 0, 8)},
+    "booleans": {"w": entry([True, 2], 0, 8)},
+    "one place for two": {"w": entry([2], 0, 8), "v": entry([2], 0, 8)},
+    "overlapping": {"w": entry([1], 0, 4), "v": entry([2], 0, 8)},
+    "a hole": {"w": entry([1], 4, 8)},
+    "less than the file": {"w": entry([1], 0, 4)},
+    "beyond the file": {"w": entry([3], 0, 12)},
+    "a key twice": b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"shape":[2]}}',
+    "a long name": {"w" * 5000: entry([2], 0, 8)},
+    "a list": [],
+    "metadata of numbers": {"__metadata__": {"a": 1}, "w": entry([2], 0, 8)},
+    "deep": b'{"w":' + b"[" * 10**5 + b"]" * 10**5 + b"}",
+    "another size of dtype": {"w": entry([2], 0, 8, "F64")},
+    "a dtype of another kind": {"w": entry([2], 0, 8, ["F32"])},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_header_that_asks_for_what_the_file_does_not_hold_is_refused_before_anything_is_made(tmp_path, name):
+    raw_file(tmp_path / "f", HOSTILE[name], bytes(8))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptCheckpoint, match="bad safetensors header") as caught:
+            ShardIndex(open_store(tmp_path), ["f"])
+        assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert caught.value.file == "f" and len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**31, 2**40, 2**64 - 1])
+def test_a_header_length_beyond_the_file_allocates_nothing(tmp_path, size):
+    (tmp_path / "f").write_bytes(size.to_bytes(8, "little") + b"{}")
+    with pytest.raises(CorruptCheckpoint, match="of header in a file of 10"):
+        ShardIndex(open_store(tmp_path), ["f"])

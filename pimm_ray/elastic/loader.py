@@ -226,7 +226,7 @@ class ElasticLoader(WindowedLoader):
         Raises:
             DataChanged: it belongs to another order, seed or length.
         """
-        if state.get("kind") != _KIND:
+        if not isinstance(state, Mapping) or state.get("kind") != _KIND:
             raise DataChanged("this is not the position of an ElasticLoader: start the epoch anew, without it")
         for name, now in (("order", self.order_id), ("seed", self.seed), ("length", self.length)):
             if state[name] != now:

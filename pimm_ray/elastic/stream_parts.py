@@ -200,7 +200,7 @@ def plain(parts: list[Part]) -> list[list[int]]:
 
 def check_states(states: Sequence[Mapping[str, Any]], kind: str, identity: Mapping[str, Any]) -> None:
     """Raises DataChanged unless these are the parts of one whole position in the data that `identity` describes."""
-    if not states or any(state.get("kind") != kind for state in states):
+    if not states or any(not isinstance(state, Mapping) or state.get("kind") != kind for state in states):
         raise DataChanged("this is not the position of an ElasticStream: start the epoch anew, without it")
     words = {"shards": "list of shards (number and digest of names)", "length": "samples of all shards"}
     for name, value in identity.items():

@@ -116,7 +116,7 @@ class Ranks:
             raise
         except Exception:
             if own is not None:
-                raise own from None
+                raise own from own.__cause__
             raise
 
     def each(self, what: str, work: Callable[[], T]) -> T:
