@@ -28,6 +28,11 @@ from pimm_ray.checkpoint.layout import STATE
 from pimm_ray.errors import CorruptCheckpoint
 
 
+def _is_any(value: Any) -> bool:
+    """It must be there."""
+    return True
+
+
 def _is_few(value: Any) -> bool:
     """Restarts and resumes; they are multiplied and used as seeds."""
     return is_count(value) and value < 2**31
@@ -66,21 +71,21 @@ _HEAD: Form = {
     "seed": is_whole,
 }
 _STATE: Form = {
-    "model": {"aliases": by_name(is_text), "extra_state": by_name(lambda value: True)},
+    "model": {"aliases": by_name(is_text), "extra_state": by_name(_is_any)},
     "optimizers": [
         {
             "class": is_text,
             "groups": [{"params": [is_text]}],
-            "state": by_name(lambda value: True),
-            "global": lambda value: True,
+            "state": by_name(_is_any),
+            "global": _is_any,
         }
     ],
-    "schedulers": [{"class": is_text, "state": lambda value: True}],
-    "scaler": lambda value: True,
-    "ema": lambda value: True,
-    "extra": by_name(lambda value: True),
+    "schedulers": [{"class": is_text, "state": _is_any}],
+    "scaler": _is_any,
+    "ema": _is_any,
+    "extra": by_name(_is_any),
 }
-_RANK: Form = {"rng": lambda value: True, "epoch_rng": lambda value: True, "batches": is_count, "shape": _SHAPE}
+_RANK: Form = {"rng": _is_any, "epoch_rng": _is_any, "loader": _is_any, "batches": is_count, "shape": _SHAPE}
 _COUNTS: Form = {"epoch": is_count, "samples": is_count, "restarts": _is_few}
 _LOADERS: dict[str, Form] = {
     "pimm_ray.elastic": {"order": is_text, "seed": is_whole, "length": is_count, **_COUNTS},
@@ -101,8 +106,9 @@ def check_head(document: dict[str, Any]) -> None:
     """What a resume reads of `state.json` beside the state itself. Raises ValueError, naming the key."""
     require(document, _HEAD)
     require(document, _STATE)
-    if unknown := document["shape"].keys() - _SHAPE:
-        raise ValueError(f"shape has the unknown keys {short(sorted(unknown))}")
+    for name, form in (("shape", _SHAPE), ("position", _POSITION)):
+        if unknown := document[name].keys() - form:
+            raise ValueError(f"{name} has the unknown keys {short(sorted(unknown))}")
 
 
 def check_rank(own: Any, world_size: int) -> None:
@@ -113,7 +119,7 @@ def check_rank(own: Any, world_size: int) -> None:
     _check_streams(own["rng"], "rng")
     if own["epoch_rng"] is not None:
         _check_streams(own["epoch_rng"], "epoch_rng")
-    loader = own.get("loader")
+    loader = own["loader"]
     if isinstance(loader, dict) and isinstance(kind := loader.get("kind"), str):
         require(loader, _LOADERS.get(kind, {}), "loader")
 
@@ -183,8 +189,8 @@ def _is_plain_number(*values: Any) -> bool:
 def _check_streams(state: Any, key: str) -> None:
     """Try a state of random streams on generators that nobody uses."""
     tensor_or_none = optional(lambda value: isinstance(value, torch.Tensor) and value.dtype == torch.uint8)
-    require(state, {"python": lambda value: True, "numpy": lambda value: True, "cuda": tensor_or_none}, key)
-    require(state, {"torch": lambda value: True, "generators": by_name(tensor_or_none)}, key)
+    require(state, {"python": _is_any, "numpy": _is_any, "cuda": tensor_or_none}, key)
+    require(state, {"torch": _is_any, "generators": by_name(tensor_or_none)}, key)
     try:
         random.Random().setstate(state["python"])
         kind = type(np.random.get_bit_generator())  # type: ignore[attr-defined]
@@ -193,4 +199,6 @@ def _check_streams(state: Any, key: str) -> None:
             raise ValueError(f"position {state['numpy']['state']['pos']}")
         torch.Generator().set_state(state["torch"])
     except Exception as error:
-        raise ValueError(f"{key} is not the state of random streams: {type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"{key} is not the state of random streams: {type(error).__name__}: {short(str(error))}"
+        ) from None
