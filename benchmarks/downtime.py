@@ -63,7 +63,9 @@ def loop(config: dict[str, Any]) -> None:
             time.sleep(STEP_SECONDS)
             note(config, rank, event="step", step=manager.state.global_step + 1, world=world)
             manager.step()
-            if os.path.exists(config["stop"]):
+            stop = torch.tensor([os.path.exists(config["stop"])])
+            torch.distributed.all_reduce(stop, torch.distributed.ReduceOp.MAX)
+            if stop.item():
                 return
 
 
