@@ -31,7 +31,7 @@ GPU, TWO = {"CPU": 1, "GPU": 1}, {"CPU": 8, "GPU": 2}
         ([{"CPU": 3}], GPU, 0),
         ([{"CPU": 1, "GPU": 4}], GPU, 1),
         ([{"GPU": 1}, {"GPU": 1}], {"GPU": 2}, 0),
-        ([{"GPU": 1}], {"GPU": 0.1}, 10),
+        ([{"GPU": 0.6}], {"GPU": 0.2}, 3),
         ([TWO], {"GPU": 1, "CPU": 0}, 2),
     ],
     ids=["none", "two each", "other", "scarcest", "a worker is not split", "fractions", "zero is no need"],
@@ -97,6 +97,7 @@ def fresh_request():
     yield
     save_request.ask(False)
     save_request._listening.clear()
+    save_request._withdrawn.clear()
 
 
 def test_without_a_manager_in_the_process_the_request_is_deaf():
@@ -255,14 +256,17 @@ def test_ray_polls_more_often_during_the_run_unless_the_user_says_otherwise(monk
 
     class Trainer:
         def _initialize_and_run_controller(self, **arguments):
-            seen.update({name: os.environ.get(name) for name in ray_private.SPOT_DEFAULTS}, **arguments)
+            seen.update({name: os.environ.get(name) for name in ray_private.ELASTIC_DEFAULTS}, **arguments)
 
     class Ours(ray_private.ControllerHook, Trainer):
         pass
 
-    poll, notices = ray_private.SPOT_DEFAULTS
+    poll, notices, start = ray_private.ELASTIC_DEFAULTS
     monkeypatch.setenv(poll, "3")
     monkeypatch.delenv(notices, raising=False)
+    monkeypatch.delenv(start, raising=False)
     Ours()._initialize_and_run_controller(scaling_policy="theirs", others=1)
-    assert seen == {poll: "3", notices: "1", "scaling_policy": "theirs", "others": 1}
-    assert os.environ[poll] == "3" and notices not in os.environ
+    assert seen == {poll: "3", notices: "1", start: None, "scaling_policy": "theirs", "others": 1}
+    Ours()._initialize_and_run_controller(scaling_policy=elastic())
+    assert seen[start] == "20"
+    assert os.environ[poll] == "3" and not {notices, start} & {*os.environ}

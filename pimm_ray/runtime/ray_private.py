@@ -27,6 +27,8 @@ _POLL_VARIABLE = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
 _POLL_SECONDS = 2.0
 SPOT_DEFAULTS = {_POLL_VARIABLE: "0.5", "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1"}
 """How often Ray's controller looks at its workers (Ray: 2 s) and for notices of the cluster (Ray: 5 s), in seconds."""
+ELASTIC_DEFAULTS = {**SPOT_DEFAULTS, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20"}
+"""The same, and how long a start waits for its places before the number of workers is decided anew (Ray: 60 s)."""
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 """Ray's list of the checkpoints it knows, in the run folder."""
 
@@ -63,7 +65,7 @@ def check_scaling() -> list[str]:
     import ray.train.torch
 
     missing = []
-    for variable in SPOT_DEFAULTS:
+    for variable in ELASTIC_DEFAULTS:
         if variable not in (_private(_CONSTANTS, "ENV_VARS_TO_PROPAGATE") or ()):
             missing.append(f"{_CONSTANTS}.ENV_VARS_TO_PROPAGATE lacks {variable}")
     policy, worker = _private(_SCALING, "ElasticScalingPolicy"), _private(_GROUP, "RayTrainWorker")
@@ -233,9 +235,10 @@ class ControllerHook:
         return policy
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        if "scaling_policy" in arguments:
-            arguments["scaling_policy"] = self._adapt(arguments["scaling_policy"])
-        with _environment(SPOT_DEFAULTS):
+        policy = arguments.get("scaling_policy")
+        if policy is not None:
+            arguments["scaling_policy"] = self._adapt(policy)
+        with _environment(ELASTIC_DEFAULTS if is_elastic(policy) else SPOT_DEFAULTS):
             return super()._initialize_and_run_controller(**arguments)  # type: ignore[misc]
 
 
