@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -202,6 +203,84 @@ def test_when_anything_of_ours_fails_rays_policy_decides_and_it_is_said_once(cap
     assert policy.make_decision_for_non_running_worker_group() == "restart as Ray would"
 
 
+class Running:
+    """A policy whose group of two is polled once a second; what there is room for, and what it decides."""
+
+    def __init__(self, monkeypatch, room=2, **config):
+        self.room, self.now, self.renewed, self.start_time = room, 0.0, 0, 7.0
+        self.policy = ResizePolicy(elastic(**config))
+        self.policy._possible = lambda: self.room
+        self.policy._ask_for_save = lambda: save_request.ask(True)
+        self.workers = [SimpleNamespace(actor=self, metadata=SimpleNamespace(node_id=str(i))) for i in range(2)]
+        self.execute = SimpleNamespace(remote=lambda function, *arguments: function(*arguments))
+        monkeypatch.setattr(controller.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(ElasticScalingPolicy, "_maybe_send_resource_request", self.renew)
+
+    def renew(self, _=None):
+        self.renewed += 1
+
+    def poll(self, seconds=1.0, checkpoint=False):
+        self.now += seconds
+        report = SimpleNamespace(checkpoint=object()) if checkpoint else None
+        status = SimpleNamespace(worker_statuses={rank: SimpleNamespace(training_report=report) for rank in range(2)})
+        decision = self.policy.make_decision_for_running_worker_group(self, status)
+        return getattr(decision, "num_workers", "stay")
+
+
+@pytest.fixture
+def running(monkeypatch):
+    return lambda **more: Running(monkeypatch, **more)
+
+
+def test_a_larger_group_starts_once_the_loop_has_saved(running):
+    save_request.listen()
+    run = running(room=3)
+    assert [run.poll(), run.poll(), run.poll(controller.SETTLE_SECONDS)] == ["stay"] * 3
+    assert save_request.wanted()
+    assert run.poll(0.5, checkpoint=True) == "stay", "a save that was under way is not the one that was asked for"
+    save_request._saved.set()
+    run.room = 4
+    assert run.poll(0.5) == 4
+
+
+def test_a_new_group_is_left_alone_for_a_while(running):
+    run = running(room=3, elastic_resize_monitor_interval_s=50.0)
+    run.poll()
+    run.poll(49)
+    assert not save_request.wanted()
+    run.start_time += 1
+    run.poll(2)
+    assert not save_request.wanted()
+    run.poll(50)
+    assert save_request.wanted()
+
+
+def test_when_the_room_is_gone_again_the_loop_is_told(running):
+    save_request.listen()
+    run = running(room=3)
+    run.poll()
+    run.poll(100)
+    run.room = 2
+    assert run.poll() == "stay" and not save_request.wanted()
+
+
+def test_a_loop_without_a_manager_is_restarted_at_its_next_checkpoint(running):
+    run = running(room=3)
+    run.poll()
+    assert [run.poll(100), run.poll(), run.poll(checkpoint=True)] == ["stay", "stay", 3]
+
+
+def test_a_healthy_group_is_never_made_smaller(running):
+    run = running(room=1)
+    assert {run.poll(100, checkpoint=True) for _ in range(3)} == {"stay"}
+
+
+def test_nodes_are_asked_for_at_every_poll_as_the_cluster_forgets(running):
+    run = running(room=2)
+    run.poll(), run.poll(100), run.poll(0.1)
+    assert run.renewed == 3
+
+
 def test_a_node_listens_or_it_does_not():
     with socket.create_server(("127.0.0.1", 0)) as server:
         node = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": server.getsockname()[1]}
@@ -220,7 +299,7 @@ def test_after_a_while_the_clusters_word_holds_against_a_refusal(monkeypatch):
     nodes.probe({"a": {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}}, [])
     assert nodes.gone() == {"d"}
     nodes.trust({"a"})
-    assert nodes._suspected == {}
+    assert nodes.suspected == {}
 
 
 def trainer(folder, **config):

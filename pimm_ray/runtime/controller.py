@@ -77,6 +77,7 @@ class ResizePolicy:
 
     def _restart(self) -> Any:
         """The group has ended or never was: start as many workers as there is room for."""
+        ray_private.renew_request(self._rays)
         ended, self._workers, self._group, self._asking = self._workers, [], None, False
         workers, config = self._possible(ended), self._rays.scaling_config
         if workers >= config.min_workers:
@@ -89,6 +90,7 @@ class ResizePolicy:
 
     def _grow(self, group: Any, status: Any) -> Any:
         """The group is healthy: start a larger one as soon as there is room and all its work is saved."""
+        ray_private.renew_request(self._rays)
         now, stay = time.monotonic(), ray_private.stay()
         self._workers = ray_private.workers_of(group)
         size = len(self._workers)
@@ -134,9 +136,9 @@ class ResizePolicy:
     def _possible(self, ended: list[tuple[Any, str]] | None = None) -> int:
         nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         reserved = ray_private.reserved(self._rays, fresh=self._nodes.changed(set(nodes)))
-        with_workers = {node for _, node in self._workers}
-        candidates = ({*reserved} & {*nodes} if with_workers else {*nodes}) - with_workers
-        self._nodes.probe({node: nodes[node] for node in candidates}, ended or [])
+        doubtful = {*nodes} if ended else {*reserved, *self._nodes.suspected} & {*nodes}
+        doubtful -= {node for _, node in self._workers}
+        self._nodes.probe({node: nodes[node] for node in doubtful}, ended or [])
         gone = self._nodes.gone() | ({*reserved} - {*nodes})
         config = self._rays.scaling_config
         use_spare = gone & {*reserved} and not config.label_selector
@@ -166,7 +168,7 @@ class _Nodes:
         self._listed: set[str] = set()
         self._checked_at = float("-inf")
         self._answers: dict[str, set[Answer]] = {}
-        self._suspected: dict[str, float] = {}
+        self.suspected: dict[str, float] = {}
 
     def changed(self, listed: set[str]) -> bool:
         """Whether the cluster's list of nodes is another than last time, or has not been compared for long."""
@@ -179,7 +181,7 @@ class _Nodes:
     def trust(self, nodes: set[str]) -> None:
         """Workers have started there: what was held against these nodes is over."""
         self._answers = {node: answers for node, answers in self._answers.items() if node not in nodes}
-        self._suspected = {node: since for node, since in self._suspected.items() if node not in nodes}
+        self.suspected = {node: since for node, since in self.suspected.items() if node not in nodes}
 
     def probe(self, nodes: dict[str, Any], ended: list[tuple[Any, str]]) -> None:
         """Look which of these nodes take a connection, and which workers answer.
@@ -206,11 +208,11 @@ class _Nodes:
             if answer == "silent":
                 ray.kill(actor)
         now, lost = time.monotonic(), unresponsive(self._answers, refused)
-        self._suspected = {node: self._suspected.get(node, now) for node in lost}
+        self.suspected = {node: self.suspected.get(node, now) for node in lost}
 
     def gone(self) -> set[str]:
         recent = time.monotonic() - _FORGET_SECONDS
-        return ray_private.draining() | {node for node, since in self._suspected.items() if since > recent}
+        return ray_private.draining() | {node for node, since in self.suspected.items() if since > recent}
 
 
 def _answered(question: Any) -> Answer:

@@ -269,6 +269,11 @@ def start(policy: Any, workers: int) -> Any:
     return policy._get_resize_decision(workers)
 
 
+def renew_request(policy: Any) -> None:
+    """Go on asking the cluster's autoscaler for nodes; sent from time to time, and forgotten there after 180 s."""
+    policy._maybe_send_resource_request()
+
+
 def need_of_worker(policy: Any) -> dict[str, float]:
     return dict(policy.scaling_config._resources_per_worker_not_none)
 
@@ -281,7 +286,6 @@ def reserved(policy: Any, *, fresh: bool) -> dict[str, dict[str, float]]:
     """
     import ray
 
-    policy._maybe_send_resource_request()
     asked = policy._autoscaling_coordinator.get_reserved_resources.remote(policy._requester_id, fresh)
     return dict(ray.get(asked, timeout=_COORDINATOR_SECONDS))
 
