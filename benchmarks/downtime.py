@@ -5,9 +5,10 @@
 A real Ray cluster on 127.0.0.x: a head without CPUs and three nodes of one CPU. The same loop (a small model under DDP,
 CheckpointManager, a save every 40 steps, 0.25 s a step) runs on 1 to 3 workers, first under `ray.train.torch.
 TorchTrainer`, then under `pimm_ray.TorchTrainer`, both with their own defaults. While it runs, one node is killed
-without notice, one is added, and one is drained with a deadline of 15 s and killed at it. The stall is the time from
+without notice, one is added, one is drained with a deadline of 15 s and killed at it, and one is frozen (SIGSTOP), which
+the cluster itself notices after a minute unless its `health_check_*` settings say otherwise. The stall is the time from
 the last step before to the first step after; lost are the steps that were done twice: a node is killed in the middle
-between two saves, while Ray adds one at a moment of its own, between 0 and 40 steps after a save. About 8 minutes.
+between two saves, while Ray adds one at a moment of its own, between 0 and 40 steps after a save. About 12 minutes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -90,6 +92,7 @@ class Rehearsal:
         self.add(num_cpus=0)
         self.nodes = [self.add() for _ in range(3)]
         self.events: list[dict[str, Any]] = []
+        self.frozen: list[int] = []
 
     def add(self, num_cpus: int = 1) -> Any:
         address, self._next = f"127.0.0.{self._next}", self._next + 1
@@ -119,6 +122,8 @@ class Rehearsal:
             self.cluster.remove_node(self.nodes.pop(), allow_graceful=False)
         elif event == "drained":
             self.drain(self.nodes.pop(0))
+        elif event == "frozen":
+            self.freeze(self.nodes.pop())
         else:
             self.nodes.append(self.add())
             at = time.time()
@@ -127,6 +132,13 @@ class Rehearsal:
             lambda line: line["event"] == "step" and line["world"] == after and line["time"] > at,
         )
         self.events.append({"event": event, "at": at})
+
+    def freeze(self, node: Any) -> None:
+        raylet = node.all_processes["raylet"][0].process.pid
+        parents = {int(stat.parent.name): int(stat.read_text().rpartition(")")[2].split()[1]) for stat in stats()}
+        self.frozen = [raylet, *(pid for pid, parent in parents.items() if parent == raylet)]
+        for pid in self.frozen:
+            os.kill(pid, signal.SIGSTOP)
 
     def drain(self, node: Any) -> None:
         import ray
@@ -139,6 +151,12 @@ class Rehearsal:
         client.drain_node(node.node_id, reason, "rehearsal", int(deadline * 1000))
         time.sleep(max(0.0, deadline - time.time()))
         self.cluster.remove_node(node, allow_graceful=False)
+
+
+def stats() -> list[Path]:
+    return [
+        folder / "stat" for folder in Path("/proc").iterdir() if folder.name.isdigit() and (folder / "stat").exists()
+    ]
 
 
 def rehearse(side: str, folder: Path) -> list[dict[str, Any]]:
@@ -162,12 +180,14 @@ def rehearse(side: str, folder: Path) -> list[dict[str, Any]]:
     training = threading.Thread(target=run.fit)
     training.start()
     try:
-        for event, before, after in (("killed", 3, 2), ("added", 2, 3), ("drained", 3, 2)):
+        for event, before, after in (("killed", 3, 2), ("added", 2, 3), ("drained", 3, 2), ("frozen", 2, 1)):
             rehearsal.stage(event, before, after)
     finally:
         rehearsal.stop.touch()
         training.join()
     lines = [*rehearsal.seen(), *log_lines(Path(session))]
+    for pid in rehearsal.frozen:
+        os.kill(pid, signal.SIGKILL)
     ray.shutdown()
     rehearsal.cluster.shutdown()
     return [measured(event, lines) for event in rehearsal.events]

@@ -42,6 +42,7 @@ def test_after_a_node_dies_the_rest_goes_on_long_before_ray_notices(run):
     assert start["world"] == 2 and start["step"] == before["step"] - before["step"] % 20
     # Ray's own policy waits 60 s for a worker on the node that is gone. On a busy machine workers start slowly.
     assert first["time"] - before["time"] < 50
+    assert "resize: start workers=2 of at most 3 left_out=" in run.log
     assert "WorkerGroupStartupTimeoutError" not in run.log
 
 
