@@ -3,12 +3,12 @@
     python benchmarks/downtime.py          a Markdown table; --json FILE: each phase of each event, too
 
 A real Ray cluster on 127.0.0.x: a head without CPUs and three nodes of one CPU. The same loop (a small model under DDP,
-CheckpointManager, a save every 40 steps, 0.25 s a step) runs on 1 to 3 workers, first under `ray.train.torch.
-TorchTrainer`, then under `pimm_ray.TorchTrainer`, both with their own defaults. While it runs, one node is killed
-without notice, one is added, one is drained with a deadline of 15 s and killed at it, and one is frozen (SIGSTOP), which
-the cluster itself notices after a minute unless its `health_check_*` settings say otherwise. The stall is the time from
-the last step before to the first step after; lost are the steps that were done twice: a node is killed in the middle
-between two saves, while Ray adds one at a moment of its own, between 0 and 40 steps after a save. About 12 minutes.
+CheckpointManager, a save every 40 steps, 0.25 s a step) runs on 1 to 3 workers, first under Ray's own TorchTrainer,
+then under pimm_ray's, both with their own defaults. While it runs, one node is killed without notice, one is added, one
+is drained with a deadline of 15 s and killed at it, and one is frozen (SIGSTOP), which the cluster itself notices after
+a minute unless its `health_check_*` settings say otherwise. The stall is the time from the last step before to the
+first step after; lost are the steps that were done twice: a node is killed in the middle between two saves, while Ray
+adds one at a moment of its own, between 0 and 40 steps after a save. About 12 minutes.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class ResizePolicy:
         size = len(self._workers)
         if group.start_time != self._group:
             self._group, self._group_since, self._commits = group.start_time, now, Commits(size)
-            self._asking, self._answer = False, None
+            self._asking, self._answer, self._said = False, None, ""
             self._nodes.trust({node for _, node in self._workers})
         committed = self._commits.add(ray_private.reports_in(status))
         if size >= self._rays.scaling_config.max_workers or now - self._group_since < self._settle:
