@@ -145,13 +145,16 @@ class CheckpointManager:
             StateMismatch: the checkpoint does not fit the objects; nothing was changed.
             CheckpointNotFound, IncompleteCheckpoint, CorruptCheckpoint: the given checkpoint is not good.
             WorldSizeError, DataChanged: `ElasticPolicy(cursor="fail")` forbids what would be needed.
+            RunInUse: another live job writes into this run folder.
+            StorageError: some rank cannot write into the run folder, or it has no room for one checkpoint.
             RankMissing: a rank did not come.
         """
         if self._saver is not None:
             raise PimmRayError("resume() was called twice: call it once, before the loop")
         runtime = self._runtime
         given = checkpoint if checkpoint is not None else runtime.given_checkpoint
-        runtime.claim()
+        tensors = (*self._objects.model.parameters(), *self._objects.model.buffers())
+        runtime.claim(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
         choice = choose(runtime, given)
         if choice.contents is None:
             drawn = self._given_seed if self._given_seed is not None else secrets.randbits(31)

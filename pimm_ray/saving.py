@@ -138,6 +138,7 @@ class Saver:
             return {**alike, "counts": counts, "metrics": plain_metrics(metrics)}
 
         def open_folder(plans: list[dict[str, Any]]) -> dict[str, Any]:
+            runtime.check_claim(self._attempt)
             odd = [rank for rank, p in enumerate(plans) if p["fingerprint"] != plans[0]["fingerprint"]]
             if odd:
                 raise StateMismatch(
@@ -183,7 +184,7 @@ class Saver:
         def publish(written: list[list[dict[str, Any]]]) -> dict[str, Any]:
             files = tuple(FileEntry(**{**e, "xxh3": tuple(e["xxh3"])}) for part in written for e in part)
             manifest = Manifest(**facts, created=time.time(), files=files)
-            runtime.check_claim()
+            runtime.check_claim(self._attempt)
             commit(store, manifest)
             spaced = time.monotonic() - self._reported_at >= runtime.report_spacing
             return {"created": manifest.created, "bytes": sum(entry.bytes for entry in files), "report": spaced}

@@ -9,6 +9,7 @@ import pytest
 
 from pimm_ray import KeepPolicy, SavePolicy, find_checkpoint, verify_checkpoint
 from pimm_ray.checkpoint.store import LocalStore
+from pimm_ray.errors import RunInUse
 from tests.elastic_jobs import Job, copy_as, flip_byte, folders, newest_step, said, steps_kept
 from tests.ranks import die, run_ranks, try_ranks
 
@@ -156,7 +157,8 @@ def test_an_unfinished_save_of_a_run_that_took_over_is_left_to_it(tmp_path):
     def another_run_starts(manager, done):
         taken_over.mkdir(exist_ok=True)
 
-    Job(tmp_path, options=every_step(KeepPolicy(last=1)), on_step=another_run_starts).alone()
+    with pytest.raises(RunInUse, match=f"another job took over .*{taken_over.name}"):
+        Job(tmp_path, options=every_step(KeepPolicy(last=1)), on_step=another_run_starts).alone()
     assert taken_over.exists() and len(folders(tmp_path)) == 2
 
 
@@ -193,7 +195,11 @@ def test_killed_in_the_middle_of_a_deletion_what_is_left_is_no_checkpoint_and_go
     (old,) = folders(tmp_path)
 
     def doomed(rank):
+        whole = LocalStore.remove
+
         def remove(store):
+            if not store.path.endswith(old):
+                return whole(store)
             (tmp_path / old / "state.json").unlink()
             die()
 

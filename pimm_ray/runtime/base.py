@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import sys
+import time
+import weakref
 from typing import Any
 
-from pimm_ray.checkpoint.find import CheckpointInfo
-from pimm_ray.checkpoint.store import Store, open_store
-from pimm_ray.errors import PimmRayError
+from pimm_ray.checkpoint.find import CheckpointInfo, candidates
+from pimm_ray.checkpoint.layout import CheckpointName
+from pimm_ray.checkpoint.store import LocalStore, Store, open_store
+from pimm_ray.errors import PimmRayError, RunInUse, StorageError
+from pimm_ray.runtime.lease import Lease, Pass
 from pimm_ray.runtime.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+_TRIAL = ".trial-"
+_TRIAL_BYTES = 64 * 1024
 
 
 class Runtime(Ranks):
@@ -24,14 +35,99 @@ class Runtime(Ranks):
     retains: bool = False
     """Whether somebody else deletes old checkpoints. Then a folder that `known` names is theirs to delete."""
 
-    def claim(self) -> None:
-        """Make this job the only one that writes into the run folder, and prove that it can. Every rank calls it."""
+    _lease: Lease | Pass | None = None
+    """On rank 0, from `claim()` on."""
 
-    def check_claim(self) -> None:
-        """Rank 0, before a commit: another job may have taken over while this one was thought dead."""
+    def claim(self, size: int = 0) -> None:
+        """Make this job the only one that writes into the run folder, and prove that it can. Every rank calls it.
+
+        Args:
+            size: bytes that a checkpoint has at least.
+
+        Raises:
+            RunInUse: another live job writes there.
+            StorageError: a rank cannot write there, or there is no room for one checkpoint.
+        """
+        while not isinstance(
+            name := self.exchange("resume: claim the run folder", None, lambda _: self._enter(size)), str
+        ):
+            time.sleep(name)
+        trial = self.store.child(name)
+        try:
+            self.each("resume: trial write", lambda: self._try_to_write(trial))
+        finally:
+            if self.rank == 0:
+                try:
+                    trial.remove()
+                except OSError as error:  # the next start tries again
+                    logger.warning("cannot delete %s: %s", trial.path, error)
+
+    def check_claim(self, attempt: int) -> None:
+        """Rank 0, before a commit of this attempt: another job may have taken over while this one was thought dead.
+
+        Raises:
+            RunInUse: it has.
+        """
+        if self._lease is None:
+            return
+        self._lease.check()
+        for name in candidates(self.store)[:1]:
+            found = CheckpointName.parse(name)
+            if found is not None and found.attempt > attempt:
+                raise RunInUse(
+                    f"another job took over {self.store.path}: it made {name} while this one is at attempt {attempt}. "
+                    "This one must stop; the other one goes on",
+                    path=self.store.path,
+                )
 
     def release(self) -> None:
         """Give the run folder free at once. Every rank calls it, at the end."""
+        if self._lease is not None:
+            self._lease.release()
+
+    def _make_lease(self) -> Lease | Pass:
+        return Lease(self.store)
+
+    def _enter(self, size: int) -> str | float:
+        """Rank 0: the name of a new folder for the trial, or how many seconds to wait before asking again."""
+        if self._lease is None:
+            self._lease = self._make_lease()
+            weakref.finalize(self, self._lease.release)  # also at the end of the interpreter
+        try:
+            self.store.make()
+            if pause := self._lease.poll():
+                return pause
+            for name in self.store.folders():
+                if name.startswith(_TRIAL):  # of a start that was killed
+                    self.store.child(name).remove()
+            trial = f"{_TRIAL}{secrets.token_hex(4)}"
+            self.store.child(trial).make()
+        except OSError as error:
+            raise self._unwritable(error) from error
+        if isinstance(self.store, LocalStore):
+            disk = os.statvfs(self.store.real(""))
+            free = disk.f_bavail * disk.f_frsize
+            if disk.f_blocks and free < size:
+                raise StorageError(
+                    f"{self.store.path} has no room for one checkpoint: {free} bytes are free and the model alone has "
+                    f"{size}. Delete something there, or use another storage"
+                )
+        return trial
+
+    def _try_to_write(self, trial: Store) -> None:
+        try:
+            trial.write(f"{self.rank:05}", [os.urandom(_TRIAL_BYTES)])
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> StorageError:
+        if isinstance(error, FileNotFoundError):
+            why = "what rank 0 has just made there is not to be found: is the storage shared by all nodes?"
+        else:
+            why = f"{error}. Look at its permissions, free space and quota, or use another storage"
+        found = StorageError(f"rank {self.rank} cannot write into the run folder {self.store.path}: {why}")
+        found.rank = self.rank
+        return found
 
     def known(self) -> set[str]:
         """Names of the checkpoint folders that have been reported and are still held. Rank 0 calls it."""

@@ -51,6 +51,10 @@ def check() -> list[str]:
     context = _private(_CONTEXT, "TrainContext")
     if "checkpoint" not in getattr(context, "__dataclass_fields__", {}):
         missing.append(f"{_CONTEXT}.TrainContext has no field checkpoint")
+    if "train_run_context" not in getattr(context, "__dataclass_fields__", {}):
+        missing.append(f"{_CONTEXT}.TrainContext has no field train_run_context")
+    if "run_id" not in getattr(_private(_CONTEXT, "TrainRunContext"), "__dataclass_fields__", {}):
+        missing.append(f"{_CONTEXT}.TrainRunContext has no field run_id")
     fields = getattr(_private(_MANAGER, "_CheckpointManagerState"), "model_fields", {})
     for name in ("ray_version", "checkpoint_results"):
         if name not in fields:
@@ -125,6 +129,13 @@ def poll_seconds() -> float:
         return float(os.environ.get(variable, default))
     except ValueError:
         return float(default)
+
+
+def run_id() -> str | None:
+    """What all workers of one `fit()` have in common, also those that Ray starts after a failure, and no others."""
+    with contextlib.suppress(Exception):
+        return str(importlib.import_module(_CONTEXT).get_train_context().train_run_context.run_id)
+    return None
 
 
 def show_checkpoint(checkpoint: Any) -> None:

@@ -21,6 +21,7 @@ from pimm_ray.policy import KeepPolicy
 from pimm_ray.runtime import ray_private
 from pimm_ray.runtime.base import show_messages
 from pimm_ray.runtime.controller import ResizePolicy
+from pimm_ray.runtime.lease import Lease
 from pimm_ray.runtime.worker import WorkerLoop, absolute
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class TorchTrainer(ray_private.ControllerHook, ray.train.torch.TorchTrainer):
         if run_config is None:
             run_config = ray.train.RunConfig()
         self._run: Store | None = None
+        self._lease: Lease | None = None
         local_mode = scaling_config is not None and scaling_config.num_workers == 0
         if local_mode and given is not None:
             raise PimmRayError(
@@ -90,23 +92,33 @@ class TorchTrainer(ray_private.ControllerHook, ray.train.torch.TorchTrainer):
         if isinstance(run_config, ray.train.RunConfig) and not local_mode:
             run_config = _completed(run_config)
             self._run = _run_folder(run_config)
+            self._lease = Lease(self._run)
             _announce(self._run, given)
-        super().__init__(
-            WorkerLoop(train_loop_per_worker, given), scaling_config=scaling_config, run_config=run_config, **arguments
-        )
+        loop = WorkerLoop(train_loop_per_worker, given, self._lease.owner if self._lease else None)
+        super().__init__(loop, scaling_config=scaling_config, run_config=run_config, **arguments)
 
     def fit(self) -> ray.train.Result:
         """Run the training; see Ray's `TorchTrainer.fit`.
+
+        One driver at a time: the run folder is held until this returns, and a driver that was killed holds nothing.
 
         Ray keeps a list of a run's checkpoints in the run folder, and dies of it when it is torn, of another Ray, or
         names a folder that was deleted by hand. Such a list is moved aside first and written anew.
 
         Raises:
+            RunInUse: another driver, which lives, runs under this name. Nothing was started or changed.
+            StorageError: the run folder cannot be written.
             ray.train.TrainingFailedError: training failed more often than `FailureConfig` allows.
         """
-        if self._run is not None:
+        if self._run is None or self._lease is None:
+            return super().fit()
+        self._run.make()
+        self._lease.acquire()
+        try:
             _mend_snapshot(self._run, self.run_config.checkpoint_config)
-        return super().fit()
+            return super().fit()
+        finally:
+            self._lease.release()
 
     def _adapt(self, policy: Any) -> Any:
         if not ray_private.is_elastic(policy) or policy.scaling_config.use_tpu:

@@ -16,11 +16,14 @@ from pimm_ray.checkpoint.store import LocalStore, open_store
 from pimm_ray.errors import PimmRayError
 from pimm_ray.runtime import ray_private, save_request
 from pimm_ray.runtime.base import Runtime, show_messages
+from pimm_ray.runtime.lease import Lease, Pass
 
 logger = logging.getLogger(__name__)
 
 _given: Any = None
 """What the trainer that started this worker was told to resume from."""
+_owner: str | None = None
+"""For whom that trainer holds the run folder; None under a trainer that is not ours."""
 
 
 def in_train_worker() -> bool:
@@ -61,6 +64,10 @@ class RayRuntime(Runtime):
         from ray.train import get_context
 
         return int(get_context().get_local_rank())
+
+    def _make_lease(self) -> Lease | Pass:
+        # The next worker group of the same fit(), perhaps on other nodes, must not wait for this one's death.
+        return Pass(self.store, _owner) if _owner else Lease(self.store, ray_private.run_id())
 
     def known(self) -> set[str]:
         """Names of the checkpoint folders that Ray holds. Rank 0 calls it; waits for reports that are under way."""
@@ -136,14 +143,14 @@ class WorkerLoop:
     Ray reads the number of parameters through `__wrapped__`, so the user's function keeps Ray's rules: none or one.
     """
 
-    def __init__(self, loop: Callable[..., Any], given: Any):
+    def __init__(self, loop: Callable[..., Any], given: Any, owner: str | None):
         self.__wrapped__ = loop
         self.__name__ = getattr(loop, "__name__", type(loop).__name__)
-        self._given = given
+        self._given, self._owner = given, owner
 
     def __call__(self, *config: Any) -> Any:
-        global _given
-        _given = self._given
+        global _given, _owner
+        _given, _owner = self._given, self._owner
         show_messages()
         try:
             _offer(self._given)
