@@ -137,7 +137,8 @@ class Announced(LocalStore):
 
 
 def shown(path: str, root: str) -> str:
-    return re.sub(r"(-\d{4})-[0-9a-f]{4}\b|\.[0-9a-f]{8}(?=\.tmp)", r"\1", os.path.relpath(path, root))
+    drawn = r"(-\d{4})-[0-9a-f]{4}\b|\.[0-9a-f]{8}(?=\.tmp)|(?<=\.trial)-[0-9a-f]{8}"
+    return re.sub(drawn, r"\1", os.path.relpath(path, root))
 
 
 def train(

@@ -12,11 +12,14 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from pimm_ray.checkpoint.store import LocalStore, Store
 from pimm_ray.errors import RunInUse
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 NAME = ".lease"
@@ -115,40 +118,52 @@ class Lease:
         Raises:
             RunInUse: somebody else holds it and lives.
         """
-        with _lock:
-            data = self._file.read()
-            holder, why = Holder.parse(data), ""
-            if holder is not None and holder.owner != self.owner and not holder.is_this_process:
-                alive = holder.alive
-                if alive:
-                    raise self._refusal(holder)
-                if alive is None and (pause := self._watch(data or b"", holder)):
-                    return pause
-                why = "is dead" if alive is False else "has given no sign of life"
-            self._since = time.time()
-            self._term = max(int(1000 * self._since), holder.term + 1 if holder else 0)
-            if not self._file.take(self._record(), data):
-                return 0.05  # somebody else was as quick: look who
-        self._start()
-        if why:
-            logger.info("took over %s: its holder (%s) %s", self._file.store.path, holder, why)
-        return 0.0
+        pause, lost = self._patiently(self._poll)
+        if not pause:
+            self._start()
+            if lost:
+                logger.info("took over %s: its holder (%s", self._file.store.path, lost)
+        return pause
 
     def check(self) -> None:
         """Make sure that the lease is still held. A file that was deleted by hand is written anew.
 
         Raises:
             RunInUse: another job took over.
+            StorageError: the storage fails.
         """
+        if self._patiently(self._write_if_gone):
+            self._start()
+
+    def _patiently(self, work: Callable[[], T]) -> T:
         with _lock:
-            holder = self._read()
-            if self._lost(holder):
-                assert holder is not None
-                raise superseded(self._file.store, holder)
-            if self._ours(holder):
-                return
-            self._file.write(self._record())
-        self._start()
+            return self._file.store._try("hold", NAME, work)
+
+    def _poll(self) -> tuple[float, str]:
+        """How long to wait, and who has lost the lease to this one and why."""
+        data = self._file.read()
+        holder, lost = Holder.parse(data), ""
+        if holder is not None and holder.owner != self.owner and not holder.is_this_process:
+            alive = holder.alive
+            if alive:
+                raise self._refusal(holder)
+            if alive is None and (pause := self._watch(data or b"", holder)):
+                return pause, ""
+            lost = f"{holder}) " + ("is dead" if alive is False else "has given no sign of life")
+        self._since = time.time()
+        self._term = max(int(1000 * self._since), holder.term + 1 if holder else 0)
+        taken = self._file.take(self._record(), data)
+        return (0.0, lost) if taken else (0.05, "")  # somebody else was as quick: look who
+
+    def _write_if_gone(self) -> bool:
+        holder = self._read()
+        if self._ours(holder):
+            return False
+        if holder is not None and self._lost(holder):
+            raise superseded(self._file.store, holder)
+        self._file.store.make()
+        self._file.write(self._record())
+        return True
 
     def release(self) -> None:
         """Give the lease free; when this returns the next job can have it, unless the storage hangs. Never raises.
@@ -272,19 +287,20 @@ def superseded(store: Store, holder: Holder) -> RunInUse:
 
 
 class _File:
-    """The lease file of a run folder, on any storage."""
+    """The lease file of a run folder, on any storage. Nothing is tried again here."""
 
     def __init__(self, store: Store):
         self.store = store
 
     def read(self) -> bytes | None:
         try:
-            return self.store.read(NAME, limit=_LIMIT)
+            with self.store.filesystem.open_input_file(self.store.full(NAME)) as file:
+                return bytes(file.read(_LIMIT))
         except FileNotFoundError:
             return None
 
     def write(self, data: bytes) -> None:
-        self.store.publish(NAME, data)
+        self.store._write(NAME, [data])
 
     def take(self, data: bytes, seen: bytes | None) -> bool:
         """Replace what was seen there; False when somebody else was quicker.
@@ -297,18 +313,18 @@ class _File:
         return self.read() == data
 
     def delete(self) -> None:
-        self.store.delete_file(NAME)
+        self.store._delete_file(NAME)
 
     def age(self, token: str) -> float | None:
         """Seconds since it was written, by the clock of the storage: those of two hosts may differ."""
-        probe = f"{NAME}.{token}.now"
-        self.store.write(probe, [b"now"])
+        probe = f"{NAME}.{token}"
+        self.store._write(probe, [b"now"])
         try:
             paths = [self.store.full(NAME), self.store.full(probe)]
             then, now = (info.mtime_ns for info in self.store.filesystem.get_file_info(paths))
         finally:
             with contextlib.suppress(FileNotFoundError):
-                self.store.delete_file(probe)
+                self.store._delete_file(probe)
         return None if then is None or now is None else (now - then) / 1e9
 
 
@@ -319,63 +335,68 @@ class _LocalFile(_File):
         super().__init__(store)
         self._path = store.real(NAME)
 
-    def read(self) -> bytes | None:
-        try:
-            with open(self._path, "rb") as file:
-                return file.read(_LIMIT)
-        except FileNotFoundError:
-            return None
-
     def write(self, data: bytes) -> None:
-        os.replace(self._staged(data), self._path)
+        staged = self._stage(data)
+        self.store._event("rename", self._path)
+        os.replace(staged, self._path)
 
     def take(self, data: bytes, seen: bytes | None) -> bool:
-        staged = self._staged(data)
+        staged = self._stage(data)
         moved = f"{staged}.old"
         try:
             if seen is not None:
+                self.store._event("rename", moved)
                 os.rename(self._path, moved)
                 with open(moved, "rb") as file:
                     if file.read(_LIMIT) != seen:  # it is the lease of somebody quicker: put it back
-                        _link(moved, self._path)
+                        self._link(moved)
                         return False
-            _link(staged, self._path)
+            self._link(staged)
         except (FileExistsError, FileNotFoundError):
             return False
         finally:
-            for path in (staged, moved):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+            self._unlink(staged)
+            self._unlink(moved)
         self._sweep()
         return True
 
-    def delete(self) -> None:
-        os.unlink(self._path)
-
-    def _staged(self, data: bytes) -> str:
-        path = f"{self._path}.{secrets.token_hex(4)}"
-        with open(path, "xb") as file:
-            file.write(data)
+    def _stage(self, data: bytes) -> str:
+        path = f"{self._path}.{secrets.token_hex(4)}.tmp"
+        self.store._event("create", path)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            self.store._event("write", path)
+            os.write(descriptor, data)
+        finally:
+            os.close(descriptor)
         return path
 
+    def _link(self, path: str) -> None:
+        self.store._event("link", self._path)
+        try:
+            os.link(path, self._path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            os.rename(path, self._path)  # where there are no hard links, the last one has it
+
+    def _unlink(self, path: str) -> None:
+        if os.path.exists(path):
+            self.store._event("unlink", path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
     def _sweep(self) -> None:
-        """Remove what those left who were killed in the middle, unless they may be in the middle still."""
+        """Remove what those left who were killed in the middle. Who lives and finds his gone looks again."""
         folder = os.path.dirname(self._path)
-        with contextlib.suppress(OSError):
-            now = os.stat(self._path).st_mtime
-            for name in os.listdir(folder):
-                path = os.path.join(folder, name)
-                if name.startswith(f"{NAME}.") and now - os.stat(path).st_mtime > 60:
-                    os.unlink(path)
-
-
-def _link(old: str, new: str) -> None:
-    try:
-        os.link(old, new)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        os.rename(old, new)  # where there are no hard links, the last one has it
+        for name in os.listdir(folder):
+            path = os.path.join(folder, name)
+            if name.startswith(f"{NAME}."):
+                with contextlib.suppress(FileNotFoundError):
+                    with open(path, "rb") as file:
+                        holder = Holder.parse(file.read(_LIMIT))
+                    if holder is None or not holder.alive:
+                        self._unlink(path)
 
 
 @functools.cache
