@@ -120,8 +120,9 @@ def test_without_a_step_it_is_the_first_save_and_deletions_belong_to_it(tmp_path
 
     class Listed(LocalStore):
         def _event(self, kind, path):
-            kinds.append(kind)
-            paths.append(path)
+            if "/.lease" not in path:
+                kinds.append(kind)
+                paths.append(path)
 
     root = Listed(pafs.LocalFileSystem(), str(tmp_path))
     train(0, root, steps=2)

@@ -121,7 +121,7 @@ class Runtime(Ranks):
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> StorageError:
-        if isinstance(error, FileNotFoundError):
+        if isinstance(error.__cause__ or error, FileNotFoundError):
             why = "what rank 0 has just made there is not to be found: is the storage shared by all nodes?"
         else:
             why = f"{error}. Look at its permissions, free space and quota, or use another storage"
