@@ -403,8 +403,8 @@ def entry(shape, begin, end, dtype="F32"):
 HOSTILE = {
     "huge": {"w": entry([2**40], 0, 2**42)},
     "a product that overflows": {"w": entry([2**32, 2**32], 0, 0)},
-    "empty and huge": {"w": entry([0, 2**50, 2**50], 0, 0)},
-    "many dimensions": {"w": entry([1] * 1000, 0, 8)},
+    "empty and huge": {"w": entry([0, 2**50, 2**50], 0, 0), "v": entry([2], 0, 8)},
+    "many dimensions": {"w": entry([2] + [1] * 999, 0, 8)},
     "digits": b'{"w":{"dtype":"F32","shape":[' + b"9" * 10**6 + b'],"data_offsets":[0,8]}}',
     "1e400": b'{"w":{"dtype":"F32","shape":[1e400],"data_offsets":[0,8]}}',
     "floats": {"w": entry([2.0], 0, 8)},
@@ -437,7 +437,7 @@ def test_a_header_that_asks_for_what_the_file_does_not_hold_is_refused_before_an
     assert caught.value.file == "f" and len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("size", [0, 1, 2**31, 2**40, 2**64 - 1])
+@pytest.mark.parametrize("size", [0, 1, 3, 2**26, 2**31, 2**40, 2**64 - 1])
 def test_a_header_length_beyond_the_file_allocates_nothing(tmp_path, size):
     (tmp_path / "f").write_bytes(size.to_bytes(8, "little") + b"{}")
     with pytest.raises(CorruptCheckpoint, match="of header in a file of 10"):
