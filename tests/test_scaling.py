@@ -302,8 +302,12 @@ def test_after_a_while_the_clusters_word_holds_against_a_refusal(monkeypatch):
     assert nodes.suspected == {}
 
 
-def trainer(folder, **config):
-    return TorchTrainer(lambda: None, run_config=RunConfig(name="run", storage_path=str(folder), **config))
+def trainer(folder, workers=1, **config):
+    return TorchTrainer(
+        lambda: None,
+        scaling_config=ScalingConfig(num_workers=workers),
+        run_config=RunConfig(name="run", storage_path=str(folder), **config),
+    )
 
 
 def test_only_rays_own_elastic_policy_is_replaced(tmp_path):
@@ -323,11 +327,13 @@ def test_with_another_ray_its_own_policy_stays_and_it_is_said(tmp_path, monkeypa
     assert name in caplog.records[-1].getMessage() and any(name in line for line in ray_private.check())
 
 
-def test_failures_are_retried_unless_the_user_says_otherwise(tmp_path, caplog):
-    assert trainer(tmp_path).run_config.failure_config.max_failures == 3
-    assert any(record.getMessage().startswith("retry: max_failures=3 ") for record in caplog.records)
+def test_failures_of_an_elastic_run_are_retried_unless_the_user_says_otherwise(tmp_path, caplog):
+    assert trainer(tmp_path).run_config.failure_config.max_failures == 0
+    assert not any(record.getMessage().startswith("retry:") for record in caplog.records)
+    assert trainer(tmp_path, workers=(1, 2)).run_config.failure_config.max_failures == 8
+    assert any(record.getMessage().startswith("retry: max_failures=8 ") for record in caplog.records)
     mine = FailureConfig(max_failures=-1)
-    assert trainer(tmp_path, failure_config=mine).run_config.failure_config is mine
+    assert trainer(tmp_path, workers=(1, 2), failure_config=mine).run_config.failure_config is mine
 
 
 def test_ray_polls_more_often_during_the_run_unless_the_user_says_otherwise(monkeypatch):

@@ -26,7 +26,7 @@ from pimm_ray.runtime.worker import WorkerLoop, absolute
 
 logger = logging.getLogger(__name__)
 
-_MAX_FAILURES = 3
+_MAX_FAILURES = 8
 """A node that goes without notice counts as a failure, also as the last of several that went with notice."""
 
 
@@ -42,8 +42,11 @@ class TorchTrainer(ray_private.ControllerHook, ray.train.torch.TorchTrainer):
 
     Args:
         train_loop_per_worker: your loop, with no parameter or one (`train_loop_config`).
+        scaling_config: with `num_workers=(min, max)` the run goes on with the nodes that are left when some are lost,
+            and takes in new ones at the price of no step: the loop's `CheckpointManager` saves first.
         run_config: give it a `name`: it is how the run is found again after the driver has died. Without a
-            `checkpoint_config` the newest 3 checkpoints are kept.
+            `checkpoint_config` the newest 3 checkpoints are kept; without a `failure_config` an elastic run survives
+            8 failures.
         resume_from_checkpoint: path, URI or `ray.train.Checkpoint` of one checkpoint of any run. Relative paths are
             relative to the driver's working directory. It is only read.
         arguments: all others of Ray's trainer.
@@ -90,7 +93,8 @@ class TorchTrainer(ray_private.ControllerHook, ray.train.torch.TorchTrainer):
                 "or give the checkpoint to CheckpointManager.resume(checkpoint=...) in the loop"
             )
         if isinstance(run_config, ray.train.RunConfig) and not local_mode:
-            run_config = _completed(run_config)
+            elastic = scaling_config is not None and isinstance(scaling_config.num_workers, tuple)
+            run_config = _completed(run_config, elastic=elastic)
             self._run = _run_folder(run_config)
             self._lease = Lease(self._run)
             _announce(self._run, given)
@@ -138,7 +142,7 @@ def _checked_source(source: Any) -> Any:
     return None if source is None else absolute(source)
 
 
-def _completed(run_config: ray.train.RunConfig) -> ray.train.RunConfig:
+def _completed(run_config: ray.train.RunConfig, *, elastic: bool) -> ray.train.RunConfig:
     """The user's RunConfig, with what we add; theirs stays as it is."""
     if ray_private.made_up_name(run_config.name or ""):
         warnings.warn(
@@ -155,9 +159,10 @@ def _completed(run_config: ray.train.RunConfig) -> ray.train.RunConfig:
             "keep: last=%d (RunConfig has no checkpoint_config; CheckpointConfig(num_to_keep=...) says otherwise)", last
         )
         changes["checkpoint_config"] = ray.train.CheckpointConfig(num_to_keep=last)
-    if run_config.failure_config == ray.train.FailureConfig():
+    if elastic and run_config.failure_config == ray.train.FailureConfig():  # also one that says 0: it cannot be told
         logger.info(
-            "retry: max_failures=%d (RunConfig has no failure_config; FailureConfig(max_failures=...) says otherwise)",
+            "retry: max_failures=%d instead of 0, as nodes of an elastic run come and go without notice, too "
+            "(FailureConfig(max_failures=...) other than 0 holds)",
             _MAX_FAILURES,
         )
         changes["failure_config"] = ray.train.FailureConfig(max_failures=_MAX_FAILURES)
