@@ -47,11 +47,6 @@ _FIRST_READ = 2**16
 _MAX_DIMENSIONS = 64
 _MAX_CUTS = 8
 """Dimensions along which one tensor may be cut; 2 to that power corners of each piece are counted."""
-_ENTRY = {
-    "dtype": lambda value: is_text(value) and value in _DTYPES,
-    "shape": [is_count],
-    "data_offsets": lambda value: type(value) is list and len(value) == 2 and all(map(is_count, value)),
-}
 
 
 class Spec(NamedTuple):
@@ -280,12 +275,30 @@ def is_possible(shape: Sequence[int], dtype: torch.dtype) -> bool:
     return len(shape) <= _MAX_DIMENSIONS and math.prod(max(size, 1) for size in shape) * dtype.itemsize < 2**63
 
 
+def _are_counts(value: Any) -> bool:
+    return type(value) is list and all(map(is_count, value))
+
+
+def _is_entry(value: Any) -> bool:
+    """Whether this is what a header says of one tensor."""
+    return (
+        type(value) is dict
+        and type(value.get("dtype")) is str
+        and value["dtype"] in _DTYPES
+        and _are_counts(value.get("shape"))
+        and _are_counts(value.get("data_offsets"))
+        and len(value["data_offsets"]) == 2
+    )
+
+
 def fill_exactly(shape: tuple[int, ...], slots: list[Slot]) -> bool:
     """Whether the pieces cover the whole, and each place of it once.
 
     Give each corner of a box the sign of the parity of its upper sides: boxes add up to one box exactly when the signs
     at each place add up to those of that box's corners. That needs no comparison of pieces with each other.
     """
+    if len(slots) == 1:
+        return slots[0].shape == shape
     cut = [axis for axis, size in enumerate(shape) if any(slot.shape[axis] != size for slot in slots)]
     if not cut or len(cut) > _MAX_CUTS:
         return not cut and len(slots) == 1
@@ -315,11 +328,12 @@ def _read_header(store: Source, name: str) -> tuple[dict[str, str], list[tuple[s
     for key, entry in header.items():
         if len(key) > MAX_NAME:
             raise ValueError(f"a name of {len(key)} characters")
-        require(entry, _ENTRY, short(key))
+        if not _is_entry(entry):
+            raise ValueError(f"{short(key)} is {short(entry)}")
         dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
         offsets = (0,) * len(shape)
         if places is not None:
-            require(places, {key: {"saved_offsets": [is_count]}}, _SHARDING)
+            require(places, {key: {"saved_offsets": _are_counts}}, _SHARDING)
             offsets = tuple(places[key]["saved_offsets"])
         size_fits = is_possible(shape, dtype) and end - begin == math.prod(shape) * dtype.itemsize
         if not size_fits or len(offsets) != len(shape):
