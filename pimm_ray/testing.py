@@ -196,10 +196,6 @@ class FaultyStore(_Overlay):
             self._seen_from.update((self._inside(info.path), 0.0) for info in self._list(recursive=True))
             self._late = late
 
-    def files(self) -> dict[str, int]:
-        """Those to be seen."""
-        return {name: size for name, size in super().files().items() if not self._hides(self.full(name))}
-
     def _list(self, *, recursive: bool) -> list[Any]:
         return [info for info in super()._list(recursive=recursive) if not self._hides(info.path)]
 

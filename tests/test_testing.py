@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import itertools
+import os
 import pickle
 import subprocess
 import sys
@@ -268,14 +269,16 @@ def test_what_one_makes_oneself_is_seen_at_once(place):
     assert lagging.read("a/y") == b"1"
 
 
-def test_a_mkdir_or_a_rename_sent_twice_says_what_it_says_on_nfs(tmp_path):
-    twice = FaultyStore(tmp_path, retransmits=1)
+def test_a_mkdir_or_a_rename_sent_twice_says_what_it_says_on_nfs(tmp_path, monkeypatch):
+    twice, mkdir, sent = FaultyStore(tmp_path, retransmits=1), os.mkdir, []
+    monkeypatch.setattr(os, "mkdir", lambda path: (sent.append(os.path.basename(path)), mkdir(path)))
     twice.make("a")
     twice.write("a/x", [b"1"])
     with pytest.raises(FileNotFoundError):
         twice._rename("a/x", "a/y")
     twice.make("b")
     twice._rename("a/y", "a/z")
+    assert sent == ["a", "a", "b"]
     assert open_store(tmp_path).files() == {"a/z": 1} and sorted(open_store(tmp_path).folders()) == ["a", "b"]
 
 
