@@ -155,7 +155,6 @@ def train(
     at_least: int = 0,
 ) -> dict[str, Any]:
     """One attempt on one rank; what it saw and became."""
-    shoot(rank, *shot)
     seed_streams(seed + 100 * rank)
     world = dist.get_world_size() if dist.is_initialized() else 1
     net = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
@@ -177,6 +176,7 @@ def train(
         keep=KeepPolicy(last=last),
         storage=store,
     )
+    shoot(rank, *shot)  # not before: the others wait up to 80 s for one that dies while their groups are made
     with store.section(start):
         plan = manager.resume()
     if plan.step < at_least:
