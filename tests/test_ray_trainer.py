@@ -21,7 +21,14 @@ from ray.train.v2._internal.execution.training_report import _TrainingReport
 from torch import nn
 
 from pimm_ray import CheckpointManager, KeepPolicy, TorchTrainer, open_checkpoint
-from pimm_ray.errors import CheckpointNotFound, CorruptCheckpoint, IncompleteCheckpoint, PimmRayError, StorageError
+from pimm_ray.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    PimmRayError,
+    RunInUse,
+    StorageError,
+)
 from pimm_ray.runtime import ray_private
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
@@ -56,6 +63,24 @@ def said(caplog):
 
 def test_ray_still_offers_all_private_names_that_are_used():
     assert ray_private.check() == []
+
+
+def test_a_driver_that_is_refused_leaves_everything_as_it_is(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / SNAPSHOT).write_text("torn")
+    script = (
+        "import sys; from pimm_ray.runtime.base import make_runtime\n"
+        "runtime = make_runtime(sys.argv[1], timeout=9); runtime.claim(); print('held', flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    root = Path(__file__).parent.parent
+    with subprocess.Popen([sys.executable, "-c", script, tmp_path / "run"], cwd=root, **pipes) as other:
+        assert other.stdout.readline() == b"held\n"
+        before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+        with pytest.raises(RunInUse, match=f"process {other.pid} on "):
+            trainer(tmp_path).fit()
+        assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    assert not ray.is_initialized()
 
 
 def test_a_path_that_does_not_exist_fails_before_any_worker_starts(tmp_path):
