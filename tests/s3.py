@@ -60,7 +60,7 @@ class Fault:
 
 
 class S3Server:
-    """Serves until the process ends. `late`: GET, HEAD and LIST see an object so many seconds after its PUT."""
+    """Serves until the process ends. `late`: GET, HEAD and LIST see a new object so many seconds after its PUT."""
 
     def __init__(self) -> None:
         self._app = DomainDispatcherApplication(create_backend_app)
@@ -112,8 +112,10 @@ class S3Server:
             status, headers = int(answered[0].split()[0]), answered[1]
         for fault in faults:
             fault.after()
-        if kind in ("PUT", "COMPLETE", "COPY") and status < 300:
-            self._born[key] = time.monotonic()
+        if kind in ("PUT", "COMPLETE", "COPY") and status < 300 and "/" in key:
+            self._born.setdefault(key, time.monotonic())
+        if kind == "DELETE":
+            self._born.pop(key, None)
         if kind == "LIST" and self.late:
             body = self._hide_young(body, begun)
         with self._lock:

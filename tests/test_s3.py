@@ -49,9 +49,9 @@ def impatient(monkeypatch):
     monkeypatch.setattr(store_module, "PAUSES", (0.01, 0.01, 0.01))
 
 
-def make(storage, *, numbers=30, **settings):
+def make(storage, *, numbers=30, layers=1, **settings):
     torch.manual_seed(0)
-    model = torch.nn.Linear(numbers, 2)
+    model = torch.nn.ModuleList(torch.nn.Linear(numbers, 2) for _ in range(layers))
     return CheckpointManager(model=model, storage=storage, **settings), model
 
 
@@ -186,8 +186,8 @@ def test_a_server_that_is_busy_for_a_moment_costs_a_moment(s3, impatient):
     s3.server.fail("GET", key="state.json", times=1, status=503)
     s3.server.fail("LIST", times=1, status=500)
     manager, model = make(s3.uri)
-    torch.nn.init.zeros_(model.weight)
-    assert manager.resume().step == 1 and model.weight.any()
+    torch.nn.init.zeros_(model[0].weight)
+    assert manager.resume().step == 1 and model[0].weight.any()
 
 
 def test_a_server_that_stays_busy_ends_the_save_after_a_bounded_number_of_tries(s3, impatient):
@@ -248,22 +248,23 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_a_problem_not_a_mixtur
 # Reads
 
 
-def resumed(rank, uri, delays, temp):
+def resumed(rank, uri, delays, temp, size):
     tempfile.tempdir = str(temp)
     os.environ["TMPDIR"] = str(temp)
     time.sleep(delays[rank])
-    manager, model = make(uri, numbers=2_000_000)
-    torch.nn.init.zeros_(model.weight)
+    manager, model = make(uri, **size)
+    torch.nn.init.zeros_(model[0].weight)
     manager.resume()
-    return model.weight.detach().double().sum().item()
+    return model[0].weight.detach().double().sum().item()
 
 
 def test_b30_neighbours_read_at_their_own_pace_and_nothing_is_put_beside_them(s3, tmp_path):
-    (name,) = saved(s3.uri, numbers=2_000_000)
+    size = {"numbers": 2_000_000}
+    (name,) = saved(s3.uri, **size)
     s3.server.fail("GET", key="model.safetensors", wait=0.2)
     s3.server.requests.clear()
-    expected = make("unused", numbers=2_000_000)[1].weight.detach().double().sum().item()
-    assert run_ranks(3, resumed, s3.uri, (0.0, 0.2, 0.4), tmp_path) == [expected] * 3
+    expected = make("unused", **size)[1][0].weight.detach().double().sum().item()
+    assert run_ranks(3, resumed, s3.uri, (0.0, 0.2, 0.4), tmp_path, size) == [expected] * 3
     assert list(tmp_path.iterdir()) == []
     assert s3.server.seen(*WRITES, "DELETE", "DELETES", key=name) == []
 
@@ -278,13 +279,17 @@ def test_b30_a_file_may_be_opened_again_while_it_is_open(s3):
     assert b"".join(halves) == store.read("weights/model.safetensors")[:200]
 
 
+def saved_together(rank, uri, shape):
+    return saved(uri, **shape)
+
+
 def test_a_rank_reads_each_byte_that_it_needs_once_and_no_others_in_few_requests(s3, tmp_path):
-    world, numbers = 2, 2_000_000
-    run_ranks(world, Watched(tmp_path), s3.uri, 0, numbers)
+    world, shape = 2, {"numbers": 50_000, "layers": 40}
+    run_ranks(world, saved_together, s3.uri, shape)
     name = find_checkpoint(s3.uri).name
     sizes = open_store(s3.uri).child(name).files()
     s3.server.requests.clear()
-    run_ranks(world, resumed, s3.uri, (0.0, 0.0), tmp_path)
+    run_ranks(world, resumed, s3.uri, (0.0, 0.0), tmp_path, shape)
     for file, size in sizes.items():
         reads = s3.server.seen("GET", key=f"{name}/{file}")
         readers = 1 if file.startswith("ranks/") else world
