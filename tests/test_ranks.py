@@ -95,9 +95,10 @@ def test_an_error_of_one_rank_is_raised_on_all_with_its_class_its_fields_and_its
 
 
 def test_an_error_in_the_answer_is_raised_on_all_with_its_fields():
+    fields = {"file": "state.json", "kind": "format", "expected": 3, "found": None}
     for rank, (kind, text, held) in enumerate(run_ranks(3, fails_on, [], "answer")):
         held.pop("rank", None)
-        assert (kind, held) == ("CorruptCheckpoint", {"file": "state.json", "expected": 3, "found": None})
+        assert (kind, held) == ("CorruptCheckpoint", fields)
         assert text == ("torn" if rank == 0 else "rank 0: torn")
 
 
