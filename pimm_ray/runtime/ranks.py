@@ -45,8 +45,13 @@ class Ranks:
             # Two groups, because a receive that times out closes every connection of its gloo group: rank 0 still
             # has to tell the ranks that did come who is missing.
             limit = timedelta(seconds=2 * timeout + 6 * _GRACE)
-            self._up = dist.new_group(backend="gloo", timeout=limit)
-            self._down = dist.new_group(backend="gloo", timeout=limit)
+            try:
+                self._up = dist.new_group(backend="gloo", timeout=limit)
+                self._down = dist.new_group(backend="gloo", timeout=limit)
+            except RuntimeError as error:
+                raise RankMissing(
+                    f"CheckpointManager(): not every rank came to make one within {limit.total_seconds():g} s ({error})"
+                ) from None
 
     @property
     def local_rank(self) -> int:
