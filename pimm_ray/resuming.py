@@ -67,6 +67,7 @@ def choose(runtime: Runtime, given: Any) -> Choice:
 
     Raises:
         CheckpointNotFound, IncompleteCheckpoint, CorruptCheckpoint, ...: the given one would be used and is not good.
+        StorageError: this run has checkpoints, but the storage cannot read them.
     """
 
     def listing(_: Any) -> dict[str, Any]:
@@ -100,6 +101,13 @@ def choose(runtime: Runtime, given: Any) -> Choice:
     if found["names"] and not own and say:
         number = len(found["names"])
         logger.warning("found nothing usable among the %d checkpoint folders of %s", number, runtime.store.path)
+    unreadable = [name for name, problem in passed.items() if problem.kind == "unreadable"]
+    if contents is None and unreadable:  # what cannot be read now may be good: never begin anew beside it
+        raise StorageError(
+            f"{len(unreadable)} checkpoints of {runtime.store.path} cannot be read, and none is good: "
+            f"{unreadable[0]}: {passed[unreadable[0]]}. Start again when the storage is well, or give this run another "
+            "name or storage"
+        )
     if contents is None and given is not None:
         contents = _read_given(runtime, open_store(given))
     notes = _loss(passed, contents.info.step if contents else 0)

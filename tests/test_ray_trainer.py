@@ -194,7 +194,7 @@ def test_a_relative_storage_path_is_relative_to_the_driver(tmp_path, monkeypatch
 
 
 def test_a_storage_that_cannot_be_opened_is_a_clear_error():
-    with pytest.raises(StorageError, match=r"cannot open RunConfig\(storage_path='nonsense://x'\)"):
+    with pytest.raises(StorageError, match="cannot open nonsense://x"):
         trainer("nonsense://x")
 
 

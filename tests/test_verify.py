@@ -335,6 +335,15 @@ def test_what_cannot_be_read_or_was_never_finished_is_not_called_damaged(run, mo
     assert [problem.kind for problem in verify_checkpoint(path)] == ["version"]
 
 
+@pytest.mark.parametrize("unreadable", ["*.complete", "*/state.json"])
+def test_a_run_whose_checkpoints_cannot_be_read_does_not_begin_anew(run, tmp_path, unreadable):
+    outage = FaultyStore(run, fail_from=1, kinds={"read"}, matching=unreadable, error=PermissionError(13, "denied"))
+    for given in (None, newest(run)):
+        with pytest.raises(errors.StorageError, match=r"cannot be read, and none is good: checkpoint_.*denied"):
+            Job(outage, checkpoint=given).alone()
+    assert choice_of(run)[0].info.step == newest_step(run), "nothing was lost"
+
+
 def test_a_note_that_cannot_be_written_is_only_said(run):
     flip_byte(newest(run) / STATE)
     faulty = FaultyStore(run, fail_from=1, matching=f"*{DAMAGED}*", error=PermissionError(13, "denied"))

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pyarrow.fs as pafs
 import ray.train
 import ray.train.torch
 
@@ -170,13 +169,7 @@ def _completed(run_config: ray.train.RunConfig, *, elastic: bool) -> ray.train.R
 
 
 def _run_folder(run_config: ray.train.RunConfig) -> Store:
-    path, filesystem = str(run_config.storage_path), run_config.storage_filesystem
-    if filesystem is None:
-        try:
-            filesystem, path = pafs.FileSystem.from_uri(path)
-        except (OSError, ValueError) as error:
-            raise StorageError(f"cannot open RunConfig(storage_path={path!r}): {error}") from error
-    return open_store(path, filesystem).child(str(run_config.name))
+    return open_store(str(run_config.storage_path), run_config.storage_filesystem).child(str(run_config.name))
 
 
 def _announce(run: Store, given: Any) -> None:
