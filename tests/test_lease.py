@@ -226,6 +226,14 @@ def test_a_dead_holder_elsewhere_is_watched_for_three_beats_and_no_longer(store,
     assert said(lines, "watching for 0.3 s if it lives") == said(lines, "has given no sign of life") == 1
 
 
+def test_who_comes_again_later_watches_anew(store, others, fast):
+    mine = Lease(store)
+    for _ in range(2):
+        others(held, store, "boot/pid:[1]/elsewhere").kill()
+        mine.acquire()
+        mine.release()
+
+
 def test_a_holder_elsewhere_whose_file_is_old_by_the_storages_own_clock_is_not_watched(store, others):
     others(held, store, "boot/pid:[1]/elsewhere").kill()
     past = time.time() - HOUR

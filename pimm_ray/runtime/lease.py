@@ -150,7 +150,7 @@ class Lease:
             if alive is None and (pause := self._watch(data or b"", holder)):
                 return pause, ""
             lost = f"{holder}) " + ("is dead" if alive is False else "has given no sign of life")
-        self._since = time.time()
+        self._watched, self._since = None, time.time()
         self._term = max(int(1000 * self._since), holder.term + 1 if holder else 0)
         taken = self._file.take(self._record(), data)
         return (0.0, lost) if taken else (0.05, "")  # somebody else was as quick: look who
@@ -266,7 +266,7 @@ class Pass:
 
     def check(self) -> None:
         """As `Lease.check`, but writes nothing."""
-        holder = Holder.parse(self._file.read())
+        holder = Holder.parse(self._file.store._try("look at", NAME, self._file.read))
         if holder is not None and holder.owner != self.owner:
             raise superseded(self._file.store, holder)
 
