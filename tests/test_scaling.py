@@ -327,6 +327,12 @@ def test_with_another_ray_its_own_policy_stays_and_it_is_said(tmp_path, monkeypa
     assert name in caplog.records[-1].getMessage() and any(name in line for line in ray_private.check())
 
 
+def test_a_ray_without_any_of_the_private_places_is_described_and_breaks_nothing(monkeypatch):
+    monkeypatch.setattr(ray_private, "_private", lambda module, name: None)
+    assert len(ray_private.check()) > 20
+    assert not ray_private.is_elastic(elastic())
+
+
 def test_failures_of_an_elastic_run_are_retried_unless_the_user_says_otherwise(tmp_path, caplog):
     assert trainer(tmp_path).run_config.failure_config.max_failures == 0
     assert not any(record.getMessage().startswith("retry:") for record in caplog.records)
@@ -355,3 +361,16 @@ def test_ray_polls_more_often_during_the_run_unless_the_user_says_otherwise(monk
     Ours()._initialize_and_run_controller(scaling_policy=elastic())
     assert seen[start] == "20"
     assert os.environ[poll] == "3" and not {notices, start} & {*os.environ}
+
+
+def test_a_mistake_of_ours_leaves_the_run_to_rays_policy(caplog):
+    class Trainer:
+        def _initialize_and_run_controller(self, **arguments):
+            return arguments
+
+    class Ours(ray_private.ControllerHook, Trainer):
+        def _adapt(self, policy):
+            raise ValueError("ours")
+
+    assert Ours()._initialize_and_run_controller(scaling_policy="theirs") == {"scaling_policy": "theirs"}
+    assert "left to Ray's own policy: ValueError('ours')" in caplog.records[-1].getMessage()

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import json
+import logging
 import math
 import os
 import re
@@ -14,6 +15,8 @@ from typing import Any
 
 from pimm_ray.checkpoint.store import Store
 from pimm_ray.errors import StorageError
+
+logger = logging.getLogger(__name__)
 
 _CONSTANTS = "ray.train.v2._internal.constants"
 _CONTEXT = "ray.train.v2._internal.execution.context"
@@ -97,11 +100,10 @@ def check_scaling() -> list[str]:
         fields = getattr(owner, "__dataclass_fields__", {})
         missing += [f"{owner} has no field {name}" for name in names if name not in fields]
     example: Any = ray.train.ScalingConfig()
-    for name in ("_coordinator_client", "_requester_id"):
-        if name not in vars(policy(example)):
-            missing.append(f"{policy} has no {name}")
+    made = vars(policy(example)) if policy else {}
+    missing += [f"{policy} has no {name}" for name in ("_coordinator_client", "_requester_id") if name not in made]
     for name in ("get_draining_nodes", "available_resources_per_node"):
-        if not hasattr(_global_state(), name):
+        if not hasattr(_private("ray._private.state", "state"), name):
             missing.append(f"ray._private.state has no {name}")
     return missing
 
@@ -247,8 +249,11 @@ class ControllerHook:
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         policy = arguments.get("scaling_policy")
-        if policy is not None:
-            arguments["scaling_policy"] = self._adapt(policy)
+        try:
+            if policy is not None:
+                arguments["scaling_policy"] = self._adapt(policy)
+        except Exception as error:
+            logger.warning("resize: left to Ray's own policy: %r", error)
         with _environment(ELASTIC_DEFAULTS if is_elastic(policy) else SPOT_DEFAULTS):
             return super()._initialize_and_run_controller(**arguments)  # type: ignore[misc]
 
