@@ -207,9 +207,10 @@ class Running:
     """A policy whose group of two is polled once a second; what there is room for, and what it decides."""
 
     def __init__(self, monkeypatch, room=2, **config):
-        self.room, self.now, self.renewed, self.start_time = room, 0.0, 0, 7.0
+        self.room, self.now, self.renewed, self.start_time, self.frozen = room, 0.0, 0, 7.0, False
         self.policy = ResizePolicy(elastic(**config))
-        self.policy._possible = lambda: self.room
+        self.policy._possible = lambda ended=None: self.room
+        self.policy._frozen = lambda now: self.frozen
         self.policy._ask_for_save = lambda: save_request.ask(True)
         self.workers = [SimpleNamespace(actor=self, metadata=SimpleNamespace(node_id=str(i))) for i in range(2)]
         self.execute = SimpleNamespace(remote=lambda function, *arguments: function(*arguments))
@@ -275,16 +276,30 @@ def test_a_healthy_group_is_never_made_smaller(running):
     assert {run.poll(100, checkpoint=True) for _ in range(3)} == {"stay"}
 
 
+def test_a_group_with_a_frozen_node_is_restarted_without_it(running, monkeypatch):
+    run = running(room=1)
+    monkeypatch.setattr(ResizePolicy, "_left_out", lambda _: "")
+    run.poll()
+    run.frozen = True
+    assert run.poll() == 1
+
+
 def test_nodes_are_asked_for_at_every_poll_as_the_cluster_forgets(running):
     run = running(room=2)
     run.poll(), run.poll(100), run.poll(0.1)
     assert run.renewed == 3
 
 
-def test_a_node_listens_or_it_does_not():
+def test_a_node_that_answers_listens_and_a_frozen_or_dead_one_does_not(monkeypatch):
+    monkeypatch.setattr(controller, "_PROBE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         node = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": server.getsockname()[1]}
+        assert not controller._listens(node), "the kernel took the connection, nobody answered"
+        server.accept()[0].close()
+        answer = threading.Thread(target=lambda: server.accept()[0].sendall(b"x"))
+        answer.start()
         assert controller._listens(node)
+        answer.join()
     assert not controller._listens(node)
 
 

@@ -24,6 +24,9 @@ _RAYS_MONITOR_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 _REST_SECONDS = 0.5
 _PROBE_SECONDS = 1.0
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""How every HTTP/2 connection begins; Ray's nodes speak gRPC, which is HTTP/2."""
+_PING_SECONDS, _FROZEN_SECONDS = 5.0, 10.0
 _ANSWER_SECONDS, _UNLIKELY_SECONDS = 2.0, 0.3
 _FORGET_SECONDS = 90.0
 _RECHECK_SECONDS = 20.0
@@ -50,6 +53,8 @@ class ResizePolicy:
         self._commits = Commits(0)
         self._asking = False
         self._answer: Any = None
+        self._pings: dict[Any, str] = {}
+        self._pinged_at = float("-inf")
         self._said = ""
 
     def __getattr__(self, name: str) -> Any:
@@ -98,7 +103,10 @@ class ResizePolicy:
             self._group, self._group_since, self._commits = group.start_time, now, Commits(size)
             self._asking, self._answer, self._said = False, None, ""
             self._nodes.trust({node for _, node in self._workers})
+            self._pings = {}
         committed = self._commits.add(ray_private.reports_in(status))
+        if self._frozen(now):
+            return self._restart()
         if size >= self._rays.scaling_config.max_workers or now - self._group_since < self._settle:
             return stay
         if not self._asking and now - self._looked < _LOOK_SECONDS:
@@ -121,6 +129,19 @@ class ResizePolicy:
         if now - self._asked_at > _SAY_SECONDS:
             self._say(f"resize: workers={size} -> {workers} waits for a checkpoint: a restart would lose steps")
         return stay
+
+    def _frozen(self, now: float) -> bool:
+        """Whether a node has stopped to answer, with all that runs on it: the cluster itself takes a minute to tell."""
+        if not self._pings and now - self._pinged_at > _PING_SECONDS:
+            self._pings = {ray_private.run_on(actor, os.getpid): node for actor, node in self._workers}
+            self._pinged_at = now
+        if not self._pings:
+            return False
+        _, silent = ray.wait(list(self._pings), num_returns=len(self._pings), timeout=0)
+        self._pings = {ping: self._pings[ping] for ping in silent}
+        if not silent or now - self._pinged_at < _FROZEN_SECONDS:
+            return False
+        return any(node["NodeID"] in self._pings.values() and not _listens(node) for node in ray.nodes())
 
     def _ask_for_save(self) -> save_request.State | None:
         """What rank 0 says; None while it has not answered."""
@@ -227,8 +248,13 @@ def _answered(question: Any) -> Answer:
 
 
 def _listens(node: Any) -> bool:
+    """Whether the node's Ray answers at all. A frozen one takes the connection, but says nothing."""
     try:
-        with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), _PROBE_SECONDS):
+        with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), _PROBE_SECONDS) as line:
+            line.sendall(_GREETING)
+            line.recv(1)
             return True
+    except ConnectionResetError:  # it answers, if another language
+        return True
     except OSError:
         return False
