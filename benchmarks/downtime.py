@@ -135,8 +135,8 @@ class Rehearsal:
 
     def freeze(self, node: Any) -> None:
         raylet = node.all_processes["raylet"][0].process.pid
-        parents = {int(stat.parent.name): int(stat.read_text().rpartition(")")[2].split()[1]) for stat in stats()}
-        self.frozen = [raylet, *(pid for pid, parent in parents.items() if parent == raylet)]
+        children = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
+        self.frozen = [raylet, *map(int, children)]
         for pid in self.frozen:
             os.kill(pid, signal.SIGSTOP)
 
@@ -151,12 +151,6 @@ class Rehearsal:
         client.drain_node(node.node_id, reason, "rehearsal", int(deadline * 1000))
         time.sleep(max(0.0, deadline - time.time()))
         self.cluster.remove_node(node, allow_graceful=False)
-
-
-def stats() -> list[Path]:
-    return [
-        folder / "stat" for folder in Path("/proc").iterdir() if folder.name.isdigit() and (folder / "stat").exists()
-    ]
 
 
 def rehearse(side: str, folder: Path) -> list[dict[str, Any]]:

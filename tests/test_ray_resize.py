@@ -59,6 +59,11 @@ def test_a_larger_group_starts_where_the_smaller_one_stopped(run):
     assert "reason=resize" in run.log
 
 
+def test_a_frozen_node_is_left_out_before_the_cluster_notices(run):
+    start, before, first = run.after("node frozen")
+    assert start["world"] == 2 and first["time"] - before["time"] < 55  # Ray takes a minute to notice
+
+
 def test_no_group_starts_but_for_those_events(run):
     starts = [line["world"] for line in run.notes if line["event"] == "start"]
-    assert starts == [3, 3, 2, 2, 3]
+    assert starts == [3, 3, 2, 2, 3, 2]

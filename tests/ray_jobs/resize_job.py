@@ -1,5 +1,6 @@
 """One elastic run of 2 to 3 workers on a cluster of three small nodes, to which this happens in turn: a worker's
-process dies; a node dies; another node dies, so that too few are left; two nodes come. Usage: resize_job.py FOLDER"""
+process dies; a node dies; another node dies, so that too few are left; two nodes come; one of them freezes. Usage:
+resize_job.py FOLDER"""
 
 import functools
 import json
@@ -24,7 +25,7 @@ from pimm_ray import CheckpointManager, ElasticLoader, SavePolicy, TorchTrainer
 SAVE_EVERY = 20
 
 root = sys.argv[1]
-notes, events = f"{root}/run.notes", []
+notes, events, frozen = f"{root}/run.notes", [], []
 cluster = Cluster()
 addresses = iter(range(2, 20))
 
@@ -81,6 +82,14 @@ def happen(event, do, then):
     events.append({"event": event, "at": at})
 
 
+def freeze(node):
+    raylet = node.all_processes["raylet"][0].process.pid
+    with open(f"/proc/{raylet}/task/{raylet}/children") as file:
+        frozen.extend([raylet, *map(int, file.read().split())])
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+
+
 def processor_seconds_of_controller():
     """Of one process, over 4 seconds."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -123,12 +132,15 @@ try:
     cluster.remove_node(nodes.pop(), allow_graceful=False)
     time.sleep(8)
     events.append({"event": "too few", "at": at, "load of controller": processor_seconds_of_controller() / 4})
-    happen("node back", add, then=2)
-    happen("node added", add, then=3)
+    happen("node back", lambda: nodes.append(add()), then=2)
+    happen("node added", lambda: nodes.append(add()), then=3)
+    happen("node frozen", lambda: freeze(nodes.pop()), then=2)
 finally:
     open(f"{root}/stop", "w").close()
     training.join()
     with open(f"{root}/results.json", "w") as file:
         json.dump(events, file)
+    for pid in frozen:
+        os.kill(pid, signal.SIGKILL)
     ray.shutdown()
     cluster.shutdown()
