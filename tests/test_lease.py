@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -205,6 +206,34 @@ def test_of_many_that_come_at_once_after_a_death_one_has_it(tmp_path, others):
         owners = [owner for owner in run_ranks(6, come) if owner]
         assert owners == [record(store)["owner"]]
         assert os.listdir(tmp_path) == [".lease"]
+
+
+class ShowsLate(Store):
+    """As an object store that goes on showing what was overwritten, for so many seconds."""
+
+    late, writes = 0.0, 0
+
+    def _write(self, name, chunks):
+        ShowsLate.writes += 1
+        if self.late < HOUR:
+            threading.Timer(self.late, super()._write, (name, chunks)).start()
+
+
+@pytest.mark.parametrize("before", [b"", b'{"of": "a dead one"}'])
+def test_a_storage_that_shows_late_what_was_written_is_waited_for_and_written_once(tmp_path, monkeypatch, before):
+    if before:
+        (tmp_path / ".lease").write_bytes(before)
+    monkeypatch.setattr(ShowsLate, "late", 1.0)
+    monkeypatch.setattr(ShowsLate, "writes", 0)
+    mine = held(ShowsLate(pafs.LocalFileSystem(), str(tmp_path)))
+    assert ShowsLate.writes == 1 and record(mine._file.store)["owner"] == mine.owner
+
+
+def test_a_storage_that_never_shows_what_was_written_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(ShowsLate, "late", HOUR)
+    monkeypatch.setattr(lease, "_VISIBLE_WITHIN", 0.5)
+    with pytest.raises(StorageError, match=f"{tmp_path}/.lease is not to be seen 0.5 s after it was written"):
+        held(ShowsLate(pafs.LocalFileSystem(), str(tmp_path)))
 
 
 # A holder on another machine

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from pimm_ray.checkpoint.store import LocalStore, Store
-from pimm_ray.errors import RunInUse
+from pimm_ray.errors import RunInUse, StorageError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ EVERY = 10.0
 _WATCHED_BEATS = 3
 _STALE = 300.0
 _SETTLE = 0.3
+_VISIBLE_WITHIN = 10.0
 _LIMIT = 4096
 _GOODBYE = 2.0
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -309,8 +310,15 @@ class _File:
         or, at the latest, before its first commit.
         """
         self.write(data)
-        time.sleep(_SETTLE)
-        return self.read() == data
+        deadline = time.monotonic() + _VISIBLE_WITHIN
+        while time.monotonic() < deadline:
+            time.sleep(_SETTLE)
+            if (found := self.read()) != seen:
+                return found == data
+        raise StorageError(
+            f"{self.store.full(NAME)} is not to be seen {_VISIBLE_WITHIN:g} s after it was written: nobody can hold "
+            "this run folder. Use a storage that shows what was written to it, or look whether this one is well"
+        )
 
     def delete(self) -> None:
         self.store._delete_file(NAME)
