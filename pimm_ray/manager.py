@@ -20,6 +20,7 @@ from pimm_ray.errors import DataChanged, PimmRayError
 from pimm_ray.feed import Feed
 from pimm_ray.pace import Pace
 from pimm_ray.policy import KeepPolicy, SavePolicy
+from pimm_ray.preemption import Preemption
 from pimm_ray.progress import Progress, TrainState
 from pimm_ray.restoring import restore
 from pimm_ray.resuming import choose
@@ -28,7 +29,7 @@ from pimm_ray.saving import Agreed, Saver, check_metrics
 
 logger = logging.getLogger(__name__)
 
-_SAVE, _REPORT, _RESIZE = 1, 2, 4
+_SAVE, _REPORT, _RESIZE, _NOTICE = 1, 2, 4, 8
 _DEFAULT_SAVE, _DEFAULT_KEEP, _DEFAULT_ELASTIC = SavePolicy(), KeepPolicy(), ElasticPolicy()
 
 
@@ -114,6 +115,7 @@ class CheckpointManager:
         self._generation = 0
         self._progress = Progress()
         self._saver: Saver | None = None
+        self._preemption: Preemption | None = None
         self._iteration: object | None = None
         self._epochs: int | None = None
         self._asked: tuple[str, Mapping[str, Any]] | None = None
@@ -165,6 +167,9 @@ class CheckpointManager:
                 runtime, choice, warmup, self._objects, self._feed, self._pace, self._elastic, self._given_seed
             )
         self._saver = Saver(runtime, self._keep, choice)
+        if self._save_policy.on_preemption:
+            runtime.listen()
+            self._preemption = Preemption(runtime, self._saver, self._save_policy.poll_every_seconds)
         if runtime.rank == 0:
             logger.info("resume %s workers=%d attempt=%d", plan.explain(), runtime.world_size, choice.attempt)
         return plan
@@ -210,7 +215,9 @@ class CheckpointManager:
     def step(self, **metrics: Any) -> None:
         """Call after `optimizer.step()` (and `scheduler.step()`), on every rank: this step's samples are now used up.
 
-        Saves when a save is due and reports to Ray from time to time.
+        Saves when a save is due, answers notices of preemption, and reports to Ray from time to time. After a notice of
+        Ray's with a deadline it goes on and saves again, the last time just before the deadline; then it waits for the
+        restart.
 
         Args:
             metrics: numbers or tensors of one element (read only when they are reported, then averaged over ranks), or
@@ -220,6 +227,7 @@ class CheckpointManager:
             TypeError: a metric is not one value.
             Exception: a due save failed on some rank; every rank raises it, or with `SavePolicy(on_error="warn")` goes
                 on. The checkpoint before is still the newest.
+            SystemExit: 143, on every rank: outside Ray, some rank got a SIGTERM, and this step is saved.
         """
         self._require_resume()
         self._metrics = check_metrics(metrics)
@@ -240,8 +248,26 @@ class CheckpointManager:
             self._checked_saver.report(self._metrics)
         if signal & _RESIZE and self._asked is None and self._runtime.rank == 0:
             self._runtime.hold()
-        if policy.every_seconds or self._runtime.report_spacing:
-            self._runtime.signal(self._decide() if self._runtime.rank == 0 else 0)
+        if signal & _NOTICE and self._preemption:
+            self._preemption.answer(self._save_what_is_new)
+        self._signal()
+
+    def poll(self) -> None:
+        """Call from time to time in a long evaluation: answers a notice of preemption as `step()` does, else costs
+        next to nothing. Every rank calls it equally often.
+
+        A save made here holds the position and the random streams of this moment: after an epoch's last batch, a
+        resume goes on with the next epoch, and does not evaluate the finished one again. Inside a window it waits for
+        the window's `step()`.
+
+        Raises:
+            Exception, SystemExit: as `step()`.
+        """
+        self._require_resume()
+        signal = self._runtime.collect_signal()
+        if signal & _NOTICE and self._preemption and not self._progress.open_batches:
+            self._preemption.answer(self._save_what_is_new)
+        self._signal()
 
     def save(self, *, reason: str = "user", metrics: Mapping[str, Any] | None = None) -> CheckpointInfo | None:
         """Save now. Every rank calls it.
@@ -274,18 +300,20 @@ class CheckpointManager:
 
         Raises:
             Exception: the last save failed, whatever `SavePolicy(on_error=)` says: no later one can make up for it.
+            SystemExit: 143, on every rank: outside Ray, some rank got a SIGTERM since the last step. All is saved.
         """
         self._require_resume()
         if self._iteration is not None:
             self._end_epoch()
         self._save_if_asked()
-        saver, here = self._checked_saver, (self._progress.step, self._progress.epoch)
-        old = saver.newest is None or (saver.newest.step, saver.newest.epoch) != here
-        if old and (self._save_policy.at_end or saver.failed):
+        saver = self._checked_saver
+        if self._has_news and (self._save_policy.at_end or saver.failed):
             self._save("finish", {}, last=True)
         self._runtime.collect_signal()
         saver.drain(self._metrics)
         self._runtime.release()
+        if self._preemption:
+            self._preemption.close()
 
     @property
     def failed_saves(self) -> int:
@@ -310,12 +338,30 @@ class CheckpointManager:
         self._progress.end_epoch()
         self._feed.end(self._progress.epoch, self._seed)
 
+    def _signal(self) -> None:
+        """Start telling all ranks what they do at the next step."""
+        policy = self._save_policy
+        if policy.every_seconds or policy.on_preemption or self._runtime.report_spacing:
+            self._runtime.signal(self._decide() if self._runtime.rank == 0 else 0)
+
     def _decide(self) -> int:
         """Rank 0, after a step: what all ranks do at the next one."""
         every = self._save_policy.every_seconds
         due = every is not None and time.monotonic() - self._saved_at >= every
         resize = self._runtime.save_wanted()
-        return due * _SAVE | self._checked_saver.report_is_due * _REPORT | resize * _RESIZE
+        notice = self._preemption is not None and self._preemption.due()
+        return due * _SAVE | self._checked_saver.report_is_due * _REPORT | resize * _RESIZE | notice * _NOTICE
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether there is anything that the newest checkpoint does not hold."""
+        newest, progress = self._checked_saver.newest, self._progress
+        here = progress.step, progress.epoch + progress.at_last_batch
+        return newest is None or (newest.step, newest.epoch) != here
+
+    def _save_what_is_new(self) -> None:
+        if self._has_news:
+            self._save("preemption", {})
 
     def _save_if_asked(self) -> None:
         if self._asked is not None:

@@ -16,6 +16,11 @@ class SavePolicy:
         every_steps: save at each optimizer step whose number is a multiple of this.
         every_seconds: save when this long has passed since the last save. Rank 0's clock decides at one step and
             all ranks save at the next.
+        on_preemption: save at once when a part of the job is about to be stopped: a node of Ray's cluster that is being
+            drained, or, outside Ray, a SIGTERM to any rank, after which every rank ends with `SystemExit(143)`.
+            False leaves SIGTERM alone.
+        poll_every_seconds: how often the ranks look for such a notice together, where rank 0 cannot know of it alone,
+            and the shortest time between two saves after one.
         at_end: save in `finish()` when the newest checkpoint is older.
         timeout_seconds: how long ranks wait for each other at a save or a resume before `RankMissing` names the one
             that did not come. Longer than the slowest save.
@@ -29,15 +34,19 @@ class SavePolicy:
 
     every_steps: int | None = None
     every_seconds: float | None = None
+    on_preemption: bool = True
+    poll_every_seconds: float = 2.0
     at_end: bool = True
     timeout_seconds: float = 1800.0
     on_error: Literal["raise", "warn"] = "raise"
 
     def __post_init__(self) -> None:
         _positive(self, "every_steps")
-        _positive(self, "every_seconds", "timeout_seconds", whole=False)
+        _positive(self, "every_seconds", "poll_every_seconds", "timeout_seconds", whole=False)
         if self.timeout_seconds is None:
             raise ValueError("SavePolicy(timeout_seconds=None): ranks must not wait for each other for ever")
+        if self.poll_every_seconds is None:
+            raise ValueError("SavePolicy(poll_every_seconds=None): on_preemption=False is what looks for no notice")
         if self.on_error not in ("raise", "warn"):
             raise ValueError(f"SavePolicy(on_error={self.on_error!r}): use 'raise' or 'warn'")
 

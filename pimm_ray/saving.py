@@ -6,6 +6,7 @@ import logging
 import math
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -47,6 +48,8 @@ class Saver:
         self.newest: CheckpointInfo | None = choice.info if choice.own else None
         self.failed = 0
         """Saves that failed since the last good one."""
+        self.took: deque[float] = deque(maxlen=3)
+        """How many seconds the last good ones took."""
         self._tried: CheckpointName | None = None
         self._said: set[str] = set()
         self._unreported: list[tuple[CheckpointInfo, dict[str, Any]]] = []
@@ -92,11 +95,11 @@ class Saver:
                 self._say_failed(step, error)
             return None
         self.failed, self._parent, self.newest = 0, info.id, info
+        self.took.append(time.monotonic() - started)
         if self._runtime.rank == 0:
-            seconds = time.monotonic() - started
             logger.info(
                 "save step=%d epoch=%d reason=%s bytes=%d seconds=%.3f path=%s",
-                step, epoch, reason, info.bytes, seconds, info.path,
+                step, epoch, reason, info.bytes, self.took[-1], info.path,
             )  # fmt: skip
             self._retention.tidy(info)
         if self._runtime.report_spacing:

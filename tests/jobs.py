@@ -81,6 +81,7 @@ class Job:
     loop: Callable[[Training], None] = by_epochs
     warmup: bool = False
     evaluate: bool = False
+    poll_every: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,8 @@ class Training:
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             loader=self.loader,
-            save=SavePolicy(every_steps=every, at_end=every is not None, timeout_seconds=30),
+            save=SavePolicy(every_steps=every, at_end=every is not None, timeout_seconds=30,
+                            poll_every_seconds=job.poll_every),
             storage=folder,
         )
         self.record = Record(self.manager.resume(warmup=self.warm_up if job.warmup else None))

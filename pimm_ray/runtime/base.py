@@ -8,6 +8,7 @@ import secrets
 import sys
 import time
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 from pimm_ray.checkpoint.find import CheckpointInfo, candidates
@@ -16,11 +17,22 @@ from pimm_ray.checkpoint.store import LocalStore, Store, open_store
 from pimm_ray.errors import PimmRayError, RunInUse, StorageError
 from pimm_ray.runtime.lease import Lease, Pass
 from pimm_ray.runtime.ranks import Ranks
+from pimm_ray.runtime.sigterm import Sigterm
 
 logger = logging.getLogger(__name__)
 
 _TRIAL = ".trial-"
 _TRIAL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    """All or a part of this job is about to be stopped. The same on every rank."""
+
+    what: str
+    """Who goes, for the log."""
+    deadline: float | None
+    """When, in UNIX seconds. None: as soon as the job has saved; it ends itself."""
 
 
 class Runtime(Ranks):
@@ -146,6 +158,20 @@ class Runtime(Ranks):
     def settle(self) -> None:
         """Wait until all that was reported is on record. Every rank calls it."""
 
+    def listen(self) -> None:
+        """From now on, notices count. Every rank calls it."""
+
+    def deafen(self) -> None:
+        """From now on, they do not. Every rank calls it."""
+
+    def pending(self) -> bool | None:
+        """Whether there is a notice; None: rank 0, which asks after each step, cannot know it alone."""
+        return False
+
+    def notice(self) -> Notice | None:
+        """The notice that there is. Every rank calls it."""
+        return None
+
 
 class LocalRuntime(Runtime):
     """Plain `python` (one rank) or `torchrun` (torch.distributed is initialised)."""
@@ -153,6 +179,21 @@ class LocalRuntime(Runtime):
     def __init__(self, storage: Any, *, timeout: float):
         super().__init__(timeout=timeout)
         self.store = open_store(storage)
+        self._sigterm = Sigterm()
+        weakref.finalize(self, self._sigterm.restore)
+
+    def listen(self) -> None:
+        self._sigterm.install()
+
+    def deafen(self) -> None:
+        self._sigterm.restore()
+
+    def pending(self) -> bool | None:
+        return self._sigterm.seen or (None if self.world_size > 1 else False)
+
+    def notice(self) -> Notice | None:
+        told = [rank for rank, seen in enumerate(self.gather("notice", self._sigterm.seen)) if seen]
+        return Notice(what=f"SIGTERM ranks={','.join(map(str, told))}", deadline=None) if told else None
 
 
 def make_runtime(storage: Any, *, timeout: float) -> Runtime:

@@ -23,6 +23,7 @@ _CONTEXT = "ray.train.v2._internal.execution.context"
 _MANAGER = "ray.train.v2._internal.execution.checkpoint.checkpoint_manager"
 _SCALING = "ray.train.v2._internal.execution.scaling_policy"
 _GROUP = "ray.train.v2._internal.execution.worker_group"
+_PREEMPTION = "ray.train.v2._internal.execution.preemption"
 _COORDINATOR = "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator"
 _SNAPSHOT_LIMIT = 256 * 2**20
 _COORDINATOR_SECONDS = 5.0
@@ -32,6 +33,8 @@ SPOT_DEFAULTS = {_POLL_VARIABLE: "0.5", "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": 
 """How often Ray's controller looks at its workers (Ray: 2 s) and for notices of the cluster (Ray: 5 s), in seconds."""
 ELASTIC_DEFAULTS = {**SPOT_DEFAULTS, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20"}
 """The same, and how long a start waits for its places before the number of workers is decided anew (Ray: 60 s)."""
+NOTICE_SECONDS = 120.0
+"""How long after a notice without a deadline Ray restarts the workers."""
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 """Ray's list of the checkpoints it knows, in the run folder."""
 
@@ -64,7 +67,7 @@ def check() -> list[str]:
             missing.append(f"{_MANAGER}._CheckpointManagerState has no field {name}")
     if not made_up_name(RunConfig().name or ""):
         missing.append(f"RunConfig() without a name is called {RunConfig().name!r}")
-    return missing + check_scaling()
+    return missing + check_scaling() + check_notice()
 
 
 def check_scaling() -> list[str]:
@@ -108,6 +111,21 @@ def check_scaling() -> list[str]:
     return missing
 
 
+def check_notice() -> list[str]:
+    """The same for the notice that a worker has got."""
+    context = _private(_CONTEXT, "TrainContext")
+    held = _private(_PREEMPTION, "PreemptionContext")
+    seconds = _private(_CONSTANTS, "DEFAULT_PREEMPTION_DEADLINE_S")
+    missing = []
+    if "preemption_context" not in getattr(context, "__dataclass_fields__", {}):
+        missing.append(f"{_CONTEXT}.TrainContext has no field preemption_context")
+    if "preemption_info" not in getattr(held, "__dataclass_fields__", {}):
+        missing.append(f"{_PREEMPTION}.PreemptionContext has no field preemption_info")
+    if seconds != NOTICE_SECONDS:
+        missing.append(f"{_CONSTANTS}.DEFAULT_PREEMPTION_DEADLINE_S is {seconds!r}, not {NOTICE_SECONDS!r}")
+    return missing
+
+
 def v2_enabled() -> bool:
     """Whether Ray Train runs its V2, by Ray's own reading of RAY_TRAIN_V2_ENABLED."""
     import ray.train
@@ -138,6 +156,20 @@ def run_id() -> str | None:
     with contextlib.suppress(Exception):
         return str(importlib.import_module(_CONTEXT).get_train_context().train_run_context.run_id)
     return None
+
+
+def sees_notices() -> bool:
+    """Whether `notice()` works in this worker."""
+    try:
+        notice()
+    except Exception:
+        return False
+    return not check_notice()
+
+
+def notice() -> Any:
+    """The `ray.train.PreemptionInfo` that this worker has got, or None. Ray's own call waits for all ranks."""
+    return importlib.import_module(_CONTEXT).get_train_context().preemption_context.preemption_info
 
 
 def show_checkpoint(checkpoint: Any) -> None:

@@ -15,7 +15,7 @@ from pimm_ray.checkpoint.layout import CheckpointName
 from pimm_ray.checkpoint.store import LocalStore, open_store
 from pimm_ray.errors import PimmRayError
 from pimm_ray.runtime import ray_private, save_request
-from pimm_ray.runtime.base import Runtime, show_messages
+from pimm_ray.runtime.base import Notice, Runtime, show_messages
 from pimm_ray.runtime.lease import Lease, Pass
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,8 @@ class RayRuntime(Runtime):
         self.given_checkpoint = _given
         self.report_spacing = 1.25 * ray_private.poll_seconds()
         self._reported: set[str] = set()
+        self._sees_notices = ray_private.sees_notices()
+        self._noticed_at: float | None = None
         save_request.listen()
 
     @property
@@ -124,6 +126,24 @@ class RayRuntime(Runtime):
                 )
 
         self.exchange("settle", None, wait)
+
+    def pending(self) -> bool | None:
+        return ray_private.notice() is not None if self._sees_notices else None
+
+    def notice(self) -> Notice | None:
+        import ray.train
+
+        # Ray's own call waits for all ranks, which takes 4 ms; and may leave out those that go.
+        info = ray_private.notice() if self._sees_notices else ray.train.get_preemption_info()
+        told = self.broadcast("notice", info and [info.deadline_ms, info.preempted_node_ids, info.preempted_ranks])
+        if told is None:
+            return None
+        deadline, nodes, ranks = told
+        if not deadline:
+            self._noticed_at = self._noticed_at or time.time()
+            deadline = 1000 * (self._noticed_at + ray_private.NOTICE_SECONDS)
+        what = f"nodes={','.join(node[:8] for node in nodes)} ranks={','.join(map(str, ranks))}"
+        return Notice(what=what, deadline=deadline / 1000)
 
     def _committed(self) -> tuple[set[str], bool]:
         """Names that Ray has on record, and whether they are all that was reported: Ray is silent on a time-out."""
