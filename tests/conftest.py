@@ -10,6 +10,8 @@ pytest.register_assert_rewrite("tests.jobs")
 # Forked ranks must not inherit a thread pool.
 torch.set_num_threads(1)
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+# A Ray that somebody else runs on this machine is not for tests.
+os.environ["RAY_ADDRESS"] = "local"
 
 
 @pytest.fixture(autouse=True)
