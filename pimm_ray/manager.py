@@ -166,6 +166,7 @@ class CheckpointManager:
             plan, self._progress, self._seed, self._generation = restore(
                 runtime, choice, warmup, self._objects, self._feed, self._pace, self._elastic, self._given_seed
             )
+        runtime.follow(self._progress)
         self._saver = Saver(runtime, self._keep, choice)
         if self._save_policy.on_preemption:
             runtime.listen()

@@ -158,6 +158,9 @@ class Runtime(Ranks):
     def settle(self) -> None:
         """Wait until all that was reported is on record. Every rank calls it."""
 
+    def follow(self, progress: Any) -> None:
+        """From now on, `progress.step` says how far the loop is. Every rank calls it."""
+
     def listen(self) -> None:
         """From now on, notices count. Every rank calls it."""
 

@@ -23,6 +23,7 @@ _CONTEXT = "ray.train.v2._internal.execution.context"
 _MANAGER = "ray.train.v2._internal.execution.checkpoint.checkpoint_manager"
 _SCALING = "ray.train.v2._internal.execution.scaling_policy"
 _GROUP = "ray.train.v2._internal.execution.worker_group"
+_FAILURES = "ray.train.v2._internal.execution.failure_handling"
 _PREEMPTION = "ray.train.v2._internal.execution.preemption"
 _COORDINATOR = "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator"
 _SNAPSHOT_LIMIT = 256 * 2**20
@@ -67,7 +68,7 @@ def check() -> list[str]:
             missing.append(f"{_MANAGER}._CheckpointManagerState has no field {name}")
     if not made_up_name(RunConfig().name or ""):
         missing.append(f"RunConfig() without a name is called {RunConfig().name!r}")
-    return missing + check_scaling() + check_notice()
+    return missing + check_scaling() + check_notice() + check_failures()
 
 
 def check_scaling() -> list[str]:
@@ -123,6 +124,24 @@ def check_notice() -> list[str]:
         missing.append(f"{_PREEMPTION}.PreemptionContext has no field preemption_info")
     if seconds != NOTICE_SECONDS:
         missing.append(f"{_CONSTANTS}.DEFAULT_PREEMPTION_DEADLINE_S is {seconds!r}, not {NOTICE_SECONDS!r}")
+    return missing
+
+
+def check_failures() -> list[str]:
+    """The same for what decides whether a run that failed is started again."""
+    import ray.train
+
+    missing = []
+    decide = getattr(_private(_FAILURES, "DefaultFailurePolicy"), "make_decision", None)
+    found = list(inspect.signature(decide).parameters) if decide else None
+    if found != ["self", "training_failed_error"]:
+        missing.append(f"{_FAILURES}.DefaultFailurePolicy.make_decision takes {found}")
+    if not hasattr(_private(_FAILURES, "FailureDecision"), "RAISE"):
+        missing.append(f"{_FAILURES}.FailureDecision has no RAISE")
+    if not hasattr(ray.train.WorkerGroupError("", {}), "worker_failures"):
+        missing.append("WorkerGroupError has no worker_failures")
+    if "current_report_index" not in getattr(_private(_CONTEXT, "TrainContext"), "__dataclass_fields__", {}):
+        missing.append(f"{_CONTEXT}.TrainContext has no field current_report_index")
     return missing
 
 
@@ -279,6 +298,9 @@ class ControllerHook:
     def _adapt(self, policy: Any) -> Any:
         return policy
 
+    def _watch(self, policy: Any) -> Any:
+        return policy
+
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         policy = arguments.get("scaling_policy")
         try:
@@ -286,6 +308,11 @@ class ControllerHook:
                 arguments["scaling_policy"] = self._adapt(policy)
         except Exception as error:
             logger.warning("resize: left to Ray's own policy: %r", error)
+        try:
+            if "failure_policy" in arguments:
+                arguments["failure_policy"] = self._watch(arguments["failure_policy"])
+        except Exception as error:
+            logger.warning("crash loop: left to Ray's own policy: %r", error)
         with _environment(ELASTIC_DEFAULTS if is_elastic(policy) else SPOT_DEFAULTS):
             return super()._initialize_and_run_controller(**arguments)  # type: ignore[misc]
 
@@ -305,6 +332,16 @@ def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
 def is_elastic(policy: Any) -> bool:
     """Whether this is Ray's own scaling policy for `num_workers=(min, max)`."""
     return type(policy) is _private(_SCALING, "ElasticScalingPolicy")
+
+
+def give_up(decision: Any) -> Any:
+    """The decision about a failure to end the run, given any other one."""
+    return type(decision).RAISE
+
+
+def reports() -> int:
+    """How many reports of all attempts this worker knows of. Raises when it has no such number."""
+    return int(importlib.import_module(_CONTEXT).get_train_context().current_report_index)
 
 
 def stay() -> Any:

@@ -17,7 +17,7 @@ from pimm_ray.checkpoint.find import CheckpointInfo, candidates, find_checkpoint
 from pimm_ray.checkpoint.store import Store, open_store
 from pimm_ray.errors import CorruptCheckpoint, PimmRayError, StorageError
 from pimm_ray.policy import KeepPolicy
-from pimm_ray.runtime import ray_private
+from pimm_ray.runtime import crash_loop, ray_private
 from pimm_ray.runtime.base import show_messages
 from pimm_ray.runtime.controller import ResizePolicy
 from pimm_ray.runtime.lease import Lease
@@ -111,7 +111,8 @@ class TorchTrainer(ray_private.ControllerHook, ray.train.torch.TorchTrainer):
         Raises:
             RunInUse: another driver, which lives, runs under this name. Nothing was started or changed.
             StorageError: the run folder cannot be written.
-            ray.train.TrainingFailedError: training failed more often than `FailureConfig` allows.
+            ray.train.TrainingFailedError: training failed more often than `FailureConfig` allows, or three times in a
+                row at the same step with the same error.
         """
         if self._run is None or self._lease is None:
             return super().fit()
@@ -120,6 +121,9 @@ class TorchTrainer(ray_private.ControllerHook, ray.train.torch.TorchTrainer):
         try:
             _mend_snapshot(self._run, self.run_config.checkpoint_config)
             return super().fit()
+        except ray.train.TrainingFailedError as error:
+            crash_loop.explain(error, self._run)
+            raise
         finally:
             self._lease.release()
 
@@ -130,6 +134,12 @@ class TorchTrainer(ray_private.ControllerHook, ray.train.torch.TorchTrainer):
             logger.warning("resize: left to Ray's own policy, because this Ray is another than expected: %s", missing)
             return policy
         return ResizePolicy(policy)
+
+    def _watch(self, policy: Any) -> Any:
+        if missing := ray_private.check_failures():
+            logger.warning("crash loop: left to Ray, because this Ray is another than expected: %s", missing)
+            return policy
+        return crash_loop.FailurePolicy(policy)
 
 
 def _checked_source(source: Any) -> Any:

@@ -14,7 +14,7 @@ from pimm_ray.checkpoint.find import CheckpointInfo, candidates, verify_checkpoi
 from pimm_ray.checkpoint.layout import CheckpointName
 from pimm_ray.checkpoint.store import LocalStore, open_store
 from pimm_ray.errors import PimmRayError
-from pimm_ray.runtime import ray_private, save_request
+from pimm_ray.runtime import crash_loop, ray_private, save_request
 from pimm_ray.runtime.base import Notice, Runtime, show_messages
 from pimm_ray.runtime.lease import Lease, Pass
 
@@ -24,6 +24,8 @@ _given: Any = None
 """What the trainer that started this worker was told to resume from."""
 _owner: str | None = None
 """For whom that trainer holds the run folder; None under a trainer that is not ours."""
+_progress: Any = None
+"""Where the loop of this process stands; None before `CheckpointManager.resume()`."""
 
 
 def in_train_worker() -> bool:
@@ -127,6 +129,10 @@ class RayRuntime(Runtime):
 
         self.exchange("settle", None, wait)
 
+    def follow(self, progress: Any) -> None:
+        global _progress
+        _progress = progress
+
     def pending(self) -> bool | None:
         return ray_private.notice() is not None if self._sees_notices else None
 
@@ -169,14 +175,24 @@ class WorkerLoop:
         self._given, self._owner = given, owner
 
     def __call__(self, *config: Any) -> Any:
-        global _given, _owner
-        _given, _owner = self._given, self._owner
+        global _given, _owner, _progress
+        _given, _owner, _progress = self._given, self._owner, None
         show_messages()
         try:
             _offer(self._given)
         except Exception as error:  # CheckpointManager.resume() does not depend on it
             logger.warning("ray.train.get_checkpoint() cannot show what this run starts from: %r", error)
-        return self.__wrapped__(*config)
+        try:
+            return self.__wrapped__(*config)
+        except BaseException as error:
+            crash_loop.mark(error, _place)
+            raise
+
+
+def _place() -> str:
+    if _progress is not None:
+        return f"after step {_progress.step}"
+    return f"after report {reports}" if (reports := ray_private.reports()) else "at the start"
 
 
 def _offer(given: Any) -> None:
