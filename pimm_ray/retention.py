@@ -44,7 +44,7 @@ class Retention:
         """Delete a folder, its marker first: killed in between, what is left is no checkpoint."""
         store = self._runtime.store.child(name)
         try:
-            if store.exists(layout.MARKER):
+            if not store.is_link() and store.exists(layout.MARKER):
                 store.delete_file(layout.MARKER)
             store.remove()
         except FileNotFoundError:

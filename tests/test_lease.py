@@ -208,6 +208,22 @@ def test_of_many_that_come_at_once_after_a_death_one_has_it(tmp_path, others):
         assert os.listdir(tmp_path) == [".lease"]
 
 
+def link(path):
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize(("put", "said"), [(Path.mkdir, "Is a directory"), (link, "symbolic links"), (os.mkfifo, None)])
+def test_what_is_no_file_in_its_place_is_an_error_or_taken_over_and_never_waited_for(tmp_path, put, said):
+    put(tmp_path / ".lease")
+    script = "import sys; from pimm_ray.runtime.base import make_runtime; make_runtime(sys.argv[1], timeout=9).claim()"
+    command, root = [sys.executable, "-c", script, tmp_path], Path(__file__).parent.parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.returncode == bool(said)
+    if said:
+        assert f"cannot hold {tmp_path}/.lease: " in done.stderr and said in done.stderr
+        assert "trying again" not in done.stderr
+
+
 class ShowsLate(Store):
     """As an object store that goes on showing what was overwritten, for so many seconds."""
 

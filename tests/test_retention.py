@@ -259,3 +259,15 @@ def test_killed_before_any_file_operation_of_a_save_one_complete_checkpoint_is_l
         Job(root, steps=1, options={"keep": KeepPolicy(last=1)}).alone()
         assert len(folders(root)) == 1 and newest_step(root) == found[-1] + 1, "what was left does not stand in the way"
     assert found == sorted(found) and set(found) == {1, 2}, "first the old one, from the marker on the new one"
+
+
+def test_a_checkpoint_that_is_only_linked_into_the_run_is_resumed_from_and_never_deleted(tmp_path):
+    run, archive = tmp_path / "run", tmp_path / "archive"
+    Job(archive, steps=1, options=every_step(KeepPolicy(last=1))).alone()
+    (name,) = folders(archive)
+    run.mkdir()
+    (run / name).symlink_to(archive / name)
+    again = Job(run, steps=1, options=every_step(KeepPolicy(last=1))).alone()
+    assert again.plan.source == name
+    assert steps_kept(run) == [2]
+    assert verify_checkpoint(archive / name) == []

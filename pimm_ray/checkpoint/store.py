@@ -158,8 +158,12 @@ class Store:
     def sync(self) -> None:
         """Make durable that the folders inside hold the files they hold; object stores have no such state."""
 
+    def is_link(self) -> bool:
+        """Whether this folder is a link to one that may belong to others."""
+        return False
+
     def remove(self) -> None:
-        """Delete this folder and all in it."""
+        """Delete this folder and all in it; of a link, the link."""
         self._try("delete", "", self._remove)
 
     def delete_file(self, name: str) -> None:
@@ -360,7 +364,14 @@ class LocalStore(Store):
         self._event("rename", self.real(new))
         os.replace(self.real(old), self.real(new))
 
+    def is_link(self) -> bool:
+        return os.path.islink(self.real(""))
+
     def _remove(self) -> None:
+        if self.is_link():
+            self._event("unlink", self.real(""))
+            os.unlink(self.real(""))
+            return
         for folder, folders, files in os.walk(self.real(""), topdown=False):
             for name in files:
                 self._event("unlink", os.path.join(folder, name))

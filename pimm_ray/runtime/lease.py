@@ -343,6 +343,12 @@ class _LocalFile(_File):
         super().__init__(store)
         self._path = store.real(NAME)
 
+    def read(self) -> bytes | None:
+        try:
+            return self._look(self._path)
+        except FileNotFoundError:
+            return None
+
     def write(self, data: bytes) -> None:
         staged = self._stage(data)
         self.store._event("rename", self._path)
@@ -355,10 +361,9 @@ class _LocalFile(_File):
             if seen is not None:
                 self.store._event("rename", moved)
                 os.rename(self._path, moved)
-                with open(moved, "rb") as file:
-                    if file.read(_LIMIT) != seen:  # it is the lease of somebody quicker: put it back
-                        self._link(moved)
-                        return False
+                if self._look(moved) != seen:  # it is the lease of somebody quicker: put it back
+                    self._link(moved)
+                    return False
             self._link(staged)
         except (FileExistsError, FileNotFoundError):
             return False
@@ -367,6 +372,12 @@ class _LocalFile(_File):
             self._unlink(moved)
         self._sweep()
         return True
+
+    @staticmethod
+    def _look(path: str) -> bytes:
+        flags = os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe in its place must not keep us waiting
+        with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
+            return file.read(_LIMIT) or b""
 
     def _stage(self, data: bytes) -> str:
         path = f"{self._path}.{secrets.token_hex(4)}.tmp"
@@ -401,8 +412,7 @@ class _LocalFile(_File):
             path = os.path.join(folder, name)
             if name.startswith(f"{NAME}."):
                 with contextlib.suppress(FileNotFoundError):
-                    with open(path, "rb") as file:
-                        holder = Holder.parse(file.read(_LIMIT))
+                    holder = Holder.parse(self._look(path))
                     if holder is None or not holder.alive:
                         self._unlink(path)
 
