@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
 from pimm_ray import SavePolicy, errors, find_checkpoint, open_checkpoint, resuming, verify_checkpoint
+from pimm_ray.checkpoint.store import LocalStore
 from tests.elastic_jobs import Job, change_marker, copy_as, flip_byte, folders, listening, newest_step, said, steps_kept
 from tests.ranks import die, try_ranks
 
@@ -36,6 +37,24 @@ def only(run):
 
 def everything(root):
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.name != ".lease")
+
+
+class Lives(LocalStore):
+    """As the folder of a run that makes a newer checkpoint, and then deletes the older, whenever it has been listed."""
+
+    def folders(self):
+        names = super().folders()
+        copy_as(only(Path(self.path)), f"checkpoint_{10 + Lives.listed:08}-0001-aaaa")
+        shutil.rmtree(Path(self.path, *names))
+        Lives.listed += 1
+        return names if Lives.listed < 3 else super().folders()
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_run_that_deletes_while_one_looks_is_listed_again(run, monkeypatch, verified):
+    monkeypatch.setattr(Lives, "listed", 0, raising=False)
+    found = find_checkpoint(Lives(LocalFileSystem(), str(run)), verified=verified)
+    assert found.name == "checkpoint_00000012-0001-aaaa"
 
 
 def test_a_half_written_newest_is_passed_over_with_one_line_each_and_nothing_is_deleted(run):

@@ -26,6 +26,8 @@ from pimm_ray.errors import (
 
 logger = logging.getLogger(__name__)
 
+_LISTINGS = 10
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
@@ -150,12 +152,16 @@ def verify_checkpoint(source: Any, *, deep: bool = True) -> list[Problem]:
         source: a path, a URI or a `ray.train.Checkpoint`.
         deep: read every byte and compare digests. False compares names and sizes only.
     """
-    store = open_store(source)
+    return _examine(open_store(source), deep)[1]
+
+
+def _examine(store: Store, deep: bool) -> tuple[CheckpointInfo | None, list[Problem]]:
+    """What a checkpoint says of itself, and what is wrong with it."""
     try:
-        _, manifest = open_manifest(store)
-        return check_sizes(store, manifest) or (check_content(Reader(store, manifest)) if deep else [])
+        info, manifest = open_manifest(store)
+        return info, check_sizes(store, manifest) or (check_content(Reader(store, manifest)) if deep else [])
     except (PimmRayError, OSError) as error:
-        return [Problem.of(error)]
+        return None, [Problem.of(error)]
 
 
 def check_sizes(store: Store, manifest: Manifest) -> list[Problem]:
@@ -202,12 +208,22 @@ def find_checkpoint(run_dir: Any, *, verified: bool = True) -> CheckpointInfo | 
         run_dir: the folder that holds the checkpoints: a path or URI.
         verified: read every byte and compare digests. False takes the newest one that is complete.
     """
-    store = open_store(run_dir)
-    for name in candidates(store):
-        problems = verify_checkpoint(store.child(name), deep=verified)
-        if not problems:
-            return open_checkpoint(store.child(name))
-        logger.warning("passed over %s: %s", store.full(name), problems[0])
+    store, passed, looked_at = open_store(run_dir), dict[str, Problem](), list[str]()
+    # A run that lives may complete a newer one and delete all others between the listing and the look: look twice.
+    for _ in range(_LISTINGS):
+        names = candidates(store)
+        for name in names:
+            if name in passed and passed[name].is_damage:
+                continue
+            info, problems = _examine(store.child(name), verified)
+            if not problems:
+                return info
+            if name not in passed:
+                logger.warning("passed over %s: %s", store.full(name), problems[0])
+            passed[name] = problems[0]
+        if names == looked_at:
+            break
+        looked_at = names
     return None
 
 

@@ -31,5 +31,5 @@ def is_own(folder: str, path: str) -> bool:
 
 def require_own(folder: str, path: str) -> None:
     """Raises UnsafeCheckpoint for what is there and is no own file. Without this, opening it could leave the folder."""
-    if os.path.lexists(path) and not is_own(folder, path):
+    if not is_own(folder, path) and os.path.lexists(path):  # in this order: another process may be deleting it
         raise UnsafeCheckpoint(f"{path} is a link out of its folder, or no plain file: put a copy of the file there")
