@@ -49,6 +49,7 @@ def test_each_notice_is_said_once_and_each_wait(run):
     assert run.log.count("ranks=1 deadline=in ") == run.log.count("ranks=0 deadline=in ") == 1
 
 
-def test_b35_a_notice_is_not_charged_as_a_failure(run):
+def test_b35_a_notice_is_not_charged_as_a_failure_and_an_error_of_the_users_is(run):
     assert len([line for line in run.notes if line["event"] == "start"]) == 3
-    assert run.log.count("Source: preemption") == 2 and "Source: worker group" not in run.log
+    assert run.log.count("Source: preemption") == 2 and run.log.count("Source: worker group") == 1
+    assert "Error count: 1 (max allowed: 0)" in run.log and "a bug of the user's" in run.events["end"]["error"]

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import ray.train
 import torch
-from ray.train import Checkpoint
+from ray.train import Checkpoint, PreemptionInfo
 from ray.train.v2._internal.execution.storage import StorageContext
 from torch import nn
 
 from pimm_ray import open_checkpoint
 from pimm_ray.errors import PimmRayError
-from pimm_ray.runtime.base import make_runtime
+from pimm_ray.runtime.base import Notice, make_runtime
 from pimm_ray.runtime.worker import RayRuntime, in_train_worker, plain_value
 from tests.test_ray_trainer import checkpoints
 
@@ -104,3 +104,24 @@ def test_metrics_become_plain_values(value, plain):
 
 def test_nan_stays_nan():
     assert math.isnan(plain_value(torch.tensor(math.nan))) and math.isnan(plain_value(np.float64("nan")))
+
+
+def test_where_rays_private_place_for_notices_is_gone_its_public_call_asks_all_ranks(tmp_path, monkeypatch):
+    FakeRay(monkeypatch, tmp_path / "run")
+    runtime, told = RayRuntime(timeout=5), []
+    monkeypatch.setattr(ray.train, "get_preemption_info", lambda: told[-1] if told else None)
+    assert runtime.pending() is None and runtime.notice() is None
+    ranks = {"b" * 56: [3], "a" * 56: [0, 1]}
+    told.append(PreemptionInfo(deadline_ms=1_700_000_000_500, preempted_node_to_ranks=ranks))
+    assert runtime.notice() == Notice(what="nodes=aaaaaaaa,bbbbbbbb ranks=0,1,3", deadline=1_700_000_000.5)
+
+
+def test_a_notice_without_a_deadline_has_the_one_that_ray_restarts_at(tmp_path, monkeypatch):
+    FakeRay(monkeypatch, tmp_path / "run")
+    runtime = RayRuntime(timeout=5)
+    info = PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"a" * 56: [0]})
+    monkeypatch.setattr(ray.train, "get_preemption_info", lambda: info)
+    first = runtime.notice()
+    assert abs(first.deadline - time.time() - 120) < 1
+    time.sleep(0.01)
+    assert runtime.notice() == first, "counted from when it was first seen"

@@ -389,3 +389,8 @@ def test_a_mistake_of_ours_leaves_the_run_to_rays_policy(caplog):
 
     assert Ours()._initialize_and_run_controller(scaling_policy="theirs") == {"scaling_policy": "theirs"}
     assert "left to Ray's own policy: ValueError('ours')" in caplog.records[-1].getMessage()
+
+
+def test_relaxed_collectives_are_warned_of(tmp_path, caplog):
+    trainer(tmp_path, failure_config=FailureConfig(relax_collectives_on_preemption=True))
+    assert "of no use to CheckpointManager" in caplog.text

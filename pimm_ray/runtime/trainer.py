@@ -45,7 +45,7 @@ class TorchTrainer(ray_private.ControllerHook, ray.train.torch.TorchTrainer):
             and takes in new ones at the price of no step: the loop's `CheckpointManager` saves first.
         run_config: give it a `name`: it is how the run is found again after the driver has died. Without a
             `checkpoint_config` the newest 3 checkpoints are kept; without a `failure_config` an elastic run survives
-            8 failures.
+            8 failures. Nodes that go with notice are counted apart, without limit (`max_preemption_failures`).
         resume_from_checkpoint: path, URI or `ray.train.Checkpoint` of one checkpoint of any run. Relative paths are
             relative to the driver's working directory. It is only read.
         arguments: all others of Ray's trainer.
@@ -168,6 +168,11 @@ def _completed(run_config: ray.train.RunConfig, *, elastic: bool) -> ray.train.R
             "keep: last=%d (RunConfig has no checkpoint_config; CheckpointConfig(num_to_keep=...) says otherwise)", last
         )
         changes["checkpoint_config"] = ray.train.CheckpointConfig(num_to_keep=last)
+    if getattr(run_config.failure_config, "relax_collectives_on_preemption", False):
+        logger.warning(
+            "FailureConfig(relax_collectives_on_preemption=True) is of no use to CheckpointManager, which saves on all "
+            "ranks, before the deadline; a rank on a node that goes may hang in a report by it"
+        )
     if elastic and run_config.failure_config == ray.train.FailureConfig():  # also one that says 0: it cannot be told
         logger.info(
             "retry: max_failures=%d instead of 0, as nodes of an elastic run come and go without notice, too "

@@ -1,6 +1,6 @@
 """A run of two workers on a cluster of small nodes, none of whose failures is forgiven (max_failures=0). The node of
-rank 1 is drained in mid-epoch, then the node of rank 0 during an evaluation; each is killed at its deadline.
-Usage: preempt_job.py FOLDER [DEADLINE_SECONDS]"""
+rank 1 is drained in mid-epoch, then the node of rank 0 during an evaluation; each is killed at its deadline. Then the
+loop raises an error of its own. Usage: preempt_job.py FOLDER [DEADLINE_SECONDS]"""
 
 import json
 import os
@@ -50,7 +50,7 @@ def loop(config):
             now = torch.tensor([os.path.exists(f"{config['root']}/{what}") for what in ("evaluate", "stop")])
             torch.distributed.all_reduce(now, torch.distributed.ReduceOp.MAX)
             if now[1]:
-                return
+                raise ValueError("a bug of the user's")
             if now[0]:
                 note(config, rank, event="evaluation", step=manager.state.global_step, time=time.time())
                 for _ in range(600):
@@ -100,7 +100,16 @@ trainer = TorchTrainer(
     scaling_config=ScalingConfig(num_workers=2),
     run_config=RunConfig(name="run", storage_path=root, failure_config=FailureConfig(max_failures=0)),
 )
-training = threading.Thread(target=trainer.fit)
+
+
+def fit():
+    try:
+        trainer.fit()
+    except ray.train.TrainingFailedError as error:
+        events.append({"event": "end", "error": str(error)})
+
+
+training = threading.Thread(target=fit)
 training.start()
 try:
     wait("30 steps", lambda: len(seen(event="step", rank=0)) >= 30)
