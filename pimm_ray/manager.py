@@ -362,7 +362,7 @@ class CheckpointManager:
 
     def _save_what_is_new(self) -> None:
         if self._has_news:
-            self._save("preemption", {})
+            self._save("preemption", self._asked[1] if self._asked else {})
 
     def _save_if_asked(self) -> None:
         if self._asked is not None:

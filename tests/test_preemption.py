@@ -281,6 +281,23 @@ def test_inside_a_window_a_poll_leaves_the_answer_to_the_step(tmp_path):
     assert find_checkpoint(tmp_path).step == 2
 
 
+def asked_in_the_last_window(folder):
+    manager = make(folder)
+    for _ in manager.epochs(1):
+        for number, _ in enumerate(manager.batches()):
+            if number == 98:
+                terminate()
+            if number == 99:
+                manager.save(metrics={"score": 0.5})
+            manager.step()
+
+
+def test_a_save_that_was_asked_for_and_waits_for_the_end_of_the_epoch_gives_its_metrics(tmp_path):
+    assert alone(lambda rank: asked_in_the_last_window(tmp_path)).kind == "SystemExit"
+    newest = find_checkpoint(tmp_path)
+    assert (newest.step, newest.reason, newest.metrics) == (100, "preemption", {"score": 0.5})
+
+
 @pytest.mark.parametrize("seconds", [0, -1, None, float("nan"), True])
 def test_a_poll_interval_that_is_no_time_is_refused(seconds):
     with pytest.raises(ValueError, match="poll_every_seconds"):
