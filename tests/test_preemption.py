@@ -149,6 +149,12 @@ def test_a_single_process_saves_at_the_very_next_step(tmp_path):
     assert (newest.step, newest.reason) == (6, "preemption") and verify_checkpoint(newest.path) == []
 
 
+def test_what_is_saved_already_is_not_saved_again(tmp_path):
+    assert alone(lambda rank: steps(make(tmp_path, every_steps=1), terminate_at=5)).value == (6, 143)
+    newest = find_checkpoint(tmp_path)
+    assert (newest.step, newest.reason) == (6, "every_steps")
+
+
 def test_with_on_preemption_off_sigterm_ends_the_process_as_ever(tmp_path):
     assert alone(lambda rank: steps(make(tmp_path, on_preemption=False), terminate_at=5)).killed
     assert find_checkpoint(tmp_path) is None
