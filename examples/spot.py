@@ -1,6 +1,6 @@
 """Hours of spot instances in four minutes: nodes come and go as they did in a real zone, and the training is exact.
 
-    python examples/spot.py               writes spot.json and spot.png; --quick: half of it, in two minutes
+    python examples/spot.py               writes spot.json and spot.png; --quick: half of it, for CI
 
 A real Ray cluster of small nodes on 127.0.0.x follows a recorded trace: how many of 4 spot instances one AWS zone gave,
 every 5 minutes (`examples/spot_trace.json` says whose; `--trace FILE` takes any trace of that form), 5 minutes being 4
@@ -130,6 +130,7 @@ class Zone:
         self.nodes: list[Any] = []
         self.noticed: list[tuple[Any, float]] = []
         self.log: list[dict[str, Any]] = []
+        self.lost_at = 0.0
 
     def _node(self, cpus: int) -> Any:
         address, self._next = f"127.0.0.{self._next}", self._next + 1
@@ -149,6 +150,8 @@ class Zone:
             self.cluster.remove_node(node, allow_graceful=False)
         else:
             self.cluster.remove_node(self.nodes.pop(self._random.randrange(len(self.nodes))), allow_graceful=False)
+        if what in ("deadline", "kill"):
+            self.lost_at = time.time()
         left = len(self.nodes) + len(self.noticed)
         self.log.append({"time": at, "what": what, "nodes": left})
         print(f"=== {what}: {left} node(s)", flush=True)
@@ -164,19 +167,34 @@ def drain(node: Any, deadline: float) -> None:
     client.drain_node(node.node_id, reason, "the zone takes the node back", int(deadline * 1000))
 
 
-def replay(zone: Zone, events: list[tuple[float, str, float]], facts: Path, training: Future[Any]) -> None:
-    """Let everything happen at its time, counted from the first step, for as long as the training lasts."""
+def replay(
+    zone: Zone, events: list[tuple[float, str, float]], facts: Path, training: Future[Any], *, patient: bool
+) -> None:
+    """Let everything happen at its time, counted from the first step, for as long as the training lasts.
+
+    With `patient` no node comes before the run has made a step on those that a loss has left.
+    """
     give_up = time.monotonic() + GIVE_UP_SECONDS
     start = None
     while not training.done():
-        if start is None and any(file.stat().st_size for file in facts.iterdir()):
+        if start is None and has_stepped(facts, since=0.0):
             start = time.monotonic()
-        while start and events and time.monotonic() - start >= events[0][0] and not training.done():
-            _, what, seconds_left = events.pop(0)
-            zone.happen(what, seconds_left)
+        if start and events and time.monotonic() - start >= events[0][0]:
+            at, what, seconds_left = events[0]
+            if patient and what == "add" and zone.nodes and not has_stepped(facts, since=zone.lost_at):
+                start = time.monotonic() - at  # the trace waits
+            else:
+                del events[0]
+                zone.happen(what, seconds_left)
+                continue
         if time.monotonic() > give_up:
             sys.exit(f"the training has not ended within {GIVE_UP_SECONDS} s")
         time.sleep(0.1)
+
+
+def has_stepped(facts: Path, since: float) -> bool:
+    """Whether a group of workers that has started since then has made a step."""
+    return any(file.stat().st_size and float(file.stem.split("-")[0]) > since for file in facts.iterdir())
 
 
 def groups_of(facts: Path) -> list[dict[str, Any]]:
@@ -308,7 +326,7 @@ def table(facts: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer slots and epochs")
+    parser.add_argument("--quick", action="store_true", help="fewer slots and epochs, at the pace of this machine")
     parser.add_argument("--trace", type=Path, default=TRACE, help='{"metadata": {...}, "data": [count, ...]}')
     parser.add_argument("--start", type=int, default=231, help="first slot of the trace")
     parser.add_argument("--slots", type=int, help="how many slots; what the last one gives stays, one node at least")
@@ -357,10 +375,9 @@ def main() -> None:
             ),
         )
         begin = time.time()
-        with ThreadPoolExecutor(1) as pool:
-            training = pool.submit(trainer.fit)
-            events = happenings(counts, options.slot_seconds, options.notice_seconds)
-            replay(zone, events, facts_folder, training)
+        training = ThreadPoolExecutor(1).submit(trainer.fit)
+        events = happenings(counts, options.slot_seconds, options.notice_seconds)
+        replay(zone, events, facts_folder, training, patient=options.quick)
         result, end = training.result(), time.time()
     finally:
         ray.shutdown()
