@@ -22,7 +22,7 @@ from torch import nn
 from pimm_ray import CheckpointManager, SavePolicy, find_checkpoint
 from pimm_ray.checkpoint.store import LocalStore, Store, open_store
 from pimm_ray.errors import RunInUse, StorageError
-from pimm_ray.runtime import base, lease
+from pimm_ray.runtime import base, lease, lease_file
 from pimm_ray.runtime.lease import Lease, Pass
 from tests.elastic_jobs import folders, listening, said
 from tests.ranks import die, run_ranks, try_ranks
@@ -92,7 +92,7 @@ def store(request, tmp_path):
 
 def held(store, host=None):
     if host:
-        lease._host = lambda: host
+        lease_file.host = lambda: host
     mine = Lease(store)
     mine.acquire()
     return mine
@@ -133,7 +133,7 @@ def test_a_live_holder_on_this_machine_is_named_and_refused_at_once(store, other
 def test_a_killed_holder_on_this_machine_holds_nothing_not_even_before_its_parent_has_noticed(store, others):
     other = others(held, store)
     other.kill()
-    wait_for(lambda: lease._process(other.pid)[0] == "Z")
+    wait_for(lambda: lease_file.process(other.pid)[0] == "Z")
     with listening() as lines:
         assert seconds(held, store) < 5
     assert said(lines, f"its holder (process {other.pid} on ") == said(lines, "is dead") == 1
@@ -181,8 +181,8 @@ def test_a_file_with_a_senseless_value_is_a_torn_one(store, name, value):
     first = held(store)
     foreign = {**record(store), "owner": "another", "host": "a/b/elsewhere"}
     first.release()
-    assert lease.Holder.parse(json.dumps(foreign).encode()) is not None
-    assert lease.Holder.parse(json.dumps({**foreign, name: value}).encode()) is None
+    assert lease_file.Holder.parse(json.dumps(foreign).encode()) is not None
+    assert lease_file.Holder.parse(json.dumps({**foreign, name: value}).encode()) is None
 
 
 def test_of_many_that_come_at_once_after_a_death_one_has_it(tmp_path, others):
@@ -247,7 +247,7 @@ def test_a_storage_that_shows_late_what_was_written_is_waited_for_and_written_on
 
 def test_a_storage_that_never_shows_what_was_written_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(ShowsLate, "late", HOUR)
-    monkeypatch.setattr(lease, "_VISIBLE_WITHIN", 0.5)
+    monkeypatch.setattr(lease_file, "VISIBLE_WITHIN", 0.5)
     with pytest.raises(StorageError, match=f"{tmp_path}/.lease is not to be seen 0.5 s after it was written"):
         held(ShowsLate(pafs.LocalFileSystem(), str(tmp_path)))
 
@@ -307,7 +307,7 @@ def test_a_holder_that_slept_through_a_takeover_is_told_so_and_does_not_take_it_
     with sleeping:  # no beat comes
 
         def take_over():
-            lease._host = lambda: "boot/pid:[1]/elsewhere"
+            lease_file.host = lambda: "boot/pid:[1]/elsewhere"
             return held(store)
 
         other = others(take_over)
@@ -333,8 +333,9 @@ def test_the_late_write_of_one_that_was_superseded_takes_nothing_away(store, oth
 def test_a_file_deleted_by_hand_is_written_anew(store, fast):
     mine = held(store)
     Path(store.path, ".lease").unlink()
-    mine.check()
-    assert record(store)["owner"] == mine.owner
+    with listening() as lines:
+        mine.check()
+    assert record(store)["owner"] == mine.owner and said(lines, "is gone", "moved or deleted") == 1
     Path(store.path, ".lease").unlink()
     wait_for(Path(store.path, ".lease").exists)
 
@@ -453,6 +454,17 @@ def test_a_save_after_finish_holds_the_folder_again(tmp_path, others):
     one.finish()
     one.step()
     assert one.save().step == 1 and record(open_store(tmp_path))["pid"] == os.getpid()
+
+
+def test_a_forked_copy_of_a_living_holder_commits_nothing(tmp_path):
+    parent = manager(tmp_path)
+
+    def child(rank):
+        with pytest.raises(RunInUse, match="in use by process"):
+            parent.save()
+
+    run_ranks(1, child, group=False)
+    assert folders(tmp_path) == [] and parent.save().name == folders(tmp_path)[0]
 
 
 def test_a_forked_child_leaves_its_parents_hold_alone_and_claims_when_it_has_none(tmp_path, fast):

@@ -76,7 +76,9 @@ class Problem:
     def __str__(self) -> str:
         if self.expected is None:
             return f"{self.file}: {self.kind}: {self.found}"
-        return f"{self.file}: {self.kind}, expected {self.expected}, found {self.found}"
+        unit = " bytes" if self.kind in ("size", "missing") else ""
+        found = "nothing" if self.found is None else self.found
+        return f"{self.file}: {self.kind}, expected {self.expected}{unit}, found {found}"
 
     @staticmethod
     def of(error: Exception) -> Problem:

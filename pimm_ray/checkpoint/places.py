@@ -21,6 +21,8 @@ def locate(source: Any, filesystem: Any = None) -> tuple[pafs.FileSystem, str]:
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"{source!r} is not a path, a URI or a ray.train.Checkpoint")
     path = os.fspath(source)
+    if not path:
+        raise StorageError("the path is empty: is the environment variable set that it comes from?")
     if filesystem is None:
         filesystem, path = _of_uri(path) if "://" in path else _of_path(path)
     return _native(filesystem), path
