@@ -112,6 +112,10 @@ def test_b35_both_budgets_hold_and_are_counted_apart(caplog):
     preempted = PreemptionError(SimpleNamespace(preempted_ranks=[0]))
     failures = [preempted, failure(ValueError("bad")), preempted, failure(ValueError("bad"))]
     assert [policy.make_decision(each).value for each in failures] == ["RETRY", "RETRY", "RETRY", "RAISE"]
+    counts = [line.strip() for line in caplog.text.splitlines() if "Source: " in line or "Error count: " in line]
+    assert counts[2:6] == [
+        "Source: worker group", "Error count: 1 (max allowed: 1)", "Source: preemption", "Error count: 2 (max allowed: 2)"
+    ]  # fmt: skip
 
 
 def test_a_mistake_of_ours_leaves_the_decision_to_ray(policy, monkeypatch, caplog):
@@ -131,6 +135,19 @@ def test_the_trainer_hands_it_to_the_controller_and_leaves_an_unknown_ray_alone(
     assert isinstance(made._watch("theirs"), crash_loop.FailurePolicy)
     monkeypatch.setattr(ray_private, "_FAILURES", "ray.gone")
     assert made._watch("theirs") == "theirs" and "another than expected" in caplog.text
+
+
+@pytest.mark.parametrize("watched", [lambda policy: [policy], lambda policy: policy.no_such_name], ids=["ours", "mistake"])
+def test_the_controller_gets_our_policy_and_rays_own_when_ours_cannot_be_made(watched, caplog):
+    class Trainer:
+        def _initialize_and_run_controller(self, **arguments):
+            return arguments
+
+    class Ours(ray_private.ControllerHook, Trainer):
+        _watch = staticmethod(watched)
+
+    found = Ours()._initialize_and_run_controller(failure_policy="theirs")["failure_policy"]
+    assert found == ["theirs"] or (found == "theirs" and "crash loop: left to Ray's own policy" in caplog.text)
 
 
 def stopped(*errors):
