@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 TIMES = 3
 _ATTRIBUTE = "pimm_ray_mark"
 _MOST_CHARACTERS = 2000
-_CHANGING = re.compile(r"(?:0x)?[0-9a-fA-F]*[0-9](?:[0-9a-fA-F]|[.+-](?=[0-9]))*")
+_NUMBER = r"(?:0x)?[0-9a-fA-F]*[0-9][0-9a-fA-F]*"
+_CHANGING = re.compile(rf"{_NUMBER}(?:[.+-]{_NUMBER})*")
 """Numbers, addresses, and names that are drawn: in each attempt another one."""
 _NETWORK = re.compile(r"gloo/|NCCL|connect|broken pipe|timed? ?out|max retries", re.IGNORECASE)
 
