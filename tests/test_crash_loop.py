@@ -5,7 +5,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-import ray
+import ray.train.torch
 import torch.distributed as dist
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError
@@ -219,3 +219,13 @@ def test_a_worker_that_cannot_say_where_raises_the_loops_own_error(tmp_path):
     with pytest.raises(ValueError) as caught:
         WorkerLoop(loop, None, None)()
     assert crash_loop._marks(WorkerGroupError("", {0: caught.value})) == [None]
+
+
+def test_fit_raises_with_the_report(tmp_path, monkeypatch):
+    def end(self):
+        raise stopped(ValueError("bad"))
+
+    monkeypatch.setattr(ray.train.torch.TorchTrainer, "fit", end)
+    made = TorchTrainer(print, run_config=ray.train.RunConfig(name="run", storage_path=str(tmp_path)))
+    with pytest.raises(ray.train.TrainingFailedError, match="crash loop: 3 failures in a row after step 7"):
+        made.fit()
