@@ -146,7 +146,7 @@ def picture(calm: dict[int, Any], stormy: dict[int, Any], path: Path) -> None:
 def main() -> None:
     started = time.monotonic()
     storage = Path(os.environ.get("PIMM_RAY_STORAGE") or tempfile.mkdtemp(prefix="pimm_ray_elastic_"))
-    ray.init(num_cpus=4, logging_level=logging.WARNING)
+    ray.init(address="local", num_cpus=4, logging_level=logging.WARNING)
     calm_result = fit("calm", 2, None, storage)
     for workers, kill_at in LEGS:
         stormy_result = fit("stormy", workers, kill_at, storage)

@@ -135,7 +135,7 @@ def weights(result: ray.train.Result) -> dict[str, torch.Tensor]:
 def main() -> None:
     started = time.monotonic()
     storage = Path(os.environ.get("PIMM_RAY_STORAGE") or tempfile.mkdtemp(prefix="pimm_ray_quickstart_"))
-    ray.init(num_cpus=4)  # Ray gives each worker a CPU: 3 workers would wait for ever on 2 cores
+    ray.init(address="local", num_cpus=4)  # Ray gives each worker a CPU: 3 workers would wait for ever on 2 cores
     results = {"twin": fit("twin", 2, storage)}
     results["spot"] = fit("spot", 2, storage, kill=True)
     results["wider"] = fit("wider", 3, storage, resume=mid_epoch_checkpoint(results["spot"].path, 30))

@@ -136,7 +136,10 @@ class Runtime(Ranks):
         if isinstance(error.__cause__ or error, FileNotFoundError):
             why = "what rank 0 has just made there is not to be found: is the storage shared by all nodes?"
         else:
-            why = f"{error}. Look at its permissions, free space and quota, or use another storage"
+            why = (
+                f"{error}. Look whether it is a folder or bucket, at its permissions, free space and quota, or use "
+                "another storage"
+            )
         found = StorageError(f"rank {self.rank} cannot write into the run folder {self.store.path}: {why}")
         found.rank = self.rank
         return found

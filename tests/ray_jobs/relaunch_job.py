@@ -10,7 +10,7 @@ from tiny import loop
 from pimm_ray import TorchTrainer
 
 root, *names = sys.argv[1:]
-ray.init(num_cpus=2, include_dashboard=False)
+ray.init(address="local", num_cpus=2, include_dashboard=False)
 results = {}
 for name in names:
     trainer = TorchTrainer(

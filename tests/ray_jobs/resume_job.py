@@ -17,7 +17,7 @@ root = sys.argv[1]
 os.makedirs(f"{root}/real")
 os.symlink(f"{root}/real", f"{root}/runs")
 os.chdir(root)
-ray.init(num_cpus=4, include_dashboard=False)
+ray.init(address="local", num_cpus=4, include_dashboard=False)
 workers = ScalingConfig(num_workers=2)
 
 
