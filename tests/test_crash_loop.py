@@ -8,7 +8,7 @@ import pytest
 import ray.train.torch
 import torch.distributed as dist
 from ray import cloudpickle
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.train import ControllerError, FailureConfig, PreemptionError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy
@@ -43,6 +43,13 @@ def failure(*errors, place="after step 7"):
 def test_the_third_failure_at_one_step_with_one_error_ends_the_run(policy, caplog):
     assert [policy(failure(ValueError("bad"))) for _ in range(3)] == [True, True, False]
     assert "failure after step 7: ValueError: bad (2 in a row; at 3 the run stops)" in caplog.messages
+
+
+@pytest.mark.parametrize("error", [ActorDiedError, lambda: ActorUnavailableError("socket closed", None)])
+def test_a_worker_that_is_lost_while_its_group_starts_does_not_end_the_run(policy, error):
+    assert all(policy(ControllerError(error())) for _ in range(crash_loop.LOST_TIMES))
+    assert not policy(ControllerError(error())), "nodes do not go at that moment for ever"
+    assert not policy(ControllerError(RuntimeError("a bug in a callback")))
 
 
 def test_numbers_and_addresses_may_differ(policy):

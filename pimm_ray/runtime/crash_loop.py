@@ -24,6 +24,8 @@ from pimm_ray.runtime.base import show_messages
 logger = logging.getLogger(__name__)
 
 TIMES = 3
+LOST_TIMES = 100
+"""How many workers of one run may be lost in that moment before it is no chance any more."""
 _ATTRIBUTE = "pimm_ray_mark"
 _MOST_CHARACTERS = 2000
 _NUMBER = r"(?:0x)?[0-9a-fA-F]*[0-9][0-9a-fA-F]*"
@@ -68,14 +70,29 @@ class FailurePolicy:
         self._rays = rays
         self._same: set[tuple[str, str]] = set()
         self._times = 0
+        self._lost = 0
 
     def make_decision(self, training_failed_error: Any) -> Any:
         decision = self._rays.make_decision(training_failed_error)
         try:
-            return ray_private.give_up(decision) if self._count(training_failed_error) >= TIMES else decision
+            if self._lost_at_start(training_failed_error):
+                return ray_private.decide(decision, "RETRY")
+            return ray_private.decide(decision, "RAISE") if self._count(training_failed_error) >= TIMES else decision
         except Exception as error:  # one that leaves here would end the run
             logger.warning("crash loop: left to Ray's own policy: %r", error)
             return decision
+
+    def _lost_at_start(self, failure: Any) -> bool:
+        """Whether a worker was lost while its group was starting. Ray starts again for that, too, but not where the
+        loss falls into its last call, which hands the loop over: that would end the run."""
+        import ray.exceptions
+
+        lost = isinstance(getattr(failure, "controller_failure", None), ray.exceptions.RayActorError)
+        self._lost += lost
+        if lost and self._lost <= LOST_TIMES:
+            show_messages()
+            logger.warning("a worker was lost while its group was starting: starting again (%s)", failure)
+        return lost and self._lost <= LOST_TIMES
 
     def _count(self, failure: Any) -> int:
         """How often in a row this failure has come; 0 when it does not count."""

@@ -136,10 +136,12 @@ def check_failures() -> list[str]:
     found = list(inspect.signature(decide).parameters) if decide else None
     if found != ["self", "training_failed_error"]:
         missing.append(f"{_FAILURES}.DefaultFailurePolicy.make_decision takes {found}")
-    if not hasattr(_private(_FAILURES, "FailureDecision"), "RAISE"):
-        missing.append(f"{_FAILURES}.FailureDecision has no RAISE")
+    if not {"RAISE", "RETRY"} <= {*getattr(_private(_FAILURES, "FailureDecision"), "__members__", {})}:
+        missing.append(f"{_FAILURES}.FailureDecision has no RAISE or RETRY")
     if not hasattr(ray.train.WorkerGroupError("", {}), "worker_failures"):
         missing.append("WorkerGroupError has no worker_failures")
+    if not hasattr(ray.train.ControllerError(ValueError()), "controller_failure"):
+        missing.append("ControllerError has no controller_failure")
     if "current_report_index" not in getattr(_private(_CONTEXT, "TrainContext"), "__dataclass_fields__", {}):
         missing.append(f"{_CONTEXT}.TrainContext has no field current_report_index")
     return missing
@@ -334,9 +336,9 @@ def is_elastic(policy: Any) -> bool:
     return type(policy) is _private(_SCALING, "ElasticScalingPolicy")
 
 
-def give_up(decision: Any) -> Any:
-    """The decision about a failure to end the run, given any other one."""
-    return type(decision).RAISE
+def decide(decision: Any, name: str) -> Any:
+    """Ray's decision about a failure that is called so, given any other one."""
+    return type(decision)[name]
 
 
 def reports() -> int:
