@@ -22,6 +22,14 @@ from tests.ranks import die, run_ranks, try_ranks
 LONG = Job(samples=320, epochs=2)  # 40 steps an epoch on two ranks
 
 
+@pytest.fixture(autouse=True)
+def _as_in_a_new_process():
+    """A Ray that an earlier test had in this process leaves a handler of its own, which exits at once."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
 def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
