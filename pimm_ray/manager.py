@@ -25,7 +25,7 @@ from pimm_ray.progress import Progress, TrainState
 from pimm_ray.restoring import restore
 from pimm_ray.resuming import choose
 from pimm_ray.runtime.base import make_runtime
-from pimm_ray.saving import Agreed, Saver, check_metrics
+from pimm_ray.saving import Agreed, Request, Saver, check_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -399,16 +399,16 @@ class CheckpointManager:
         counts = {"epoch": progress.own_epoch_samples, "total": progress.own_total_samples}
         if self._feed.cursor.global_position and runtime.rank:
             counts = dict.fromkeys(counts, 0)  # every rank has counted the samples of all of them
-        saved = self._checked_saver.save(
-            make,
-            head,
+        request = Request(
+            make=make,
+            head=head,
             step=progress.step,
             epoch=progress.epoch + progress.at_last_batch,
             reason=reason,
             counts=counts,
             metrics={**self._metrics, **metrics},
-            forgive=self._save_policy.on_error == "warn" and not last,
         )
+        saved = self._checked_saver.save(request, forgive=self._save_policy.on_error == "warn" and not last)
         if saved is None:
             return None
         info, agreed = saved

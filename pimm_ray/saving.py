@@ -38,6 +38,26 @@ class Agreed:
     metrics: dict[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What one rank wants to be saved.
+
+    Args:
+        make: this rank's share of the state.
+        head: what `state.json` holds beside the state itself. Called on rank 0.
+        counts: numbers of this rank, to be summed.
+        metrics: of this rank; averaged.
+    """
+
+    make: Callable[[], Share]
+    head: Callable[[Agreed], Mapping[str, Any]]
+    step: int
+    epoch: int
+    reason: str
+    counts: dict[str, int]
+    metrics: Mapping[str, Any]
+
+
 class Saver:
     """The saves of one attempt. Every rank has one and calls its methods at the same points."""
 
@@ -57,25 +77,10 @@ class Saver:
         if self.newest and runtime.retains:
             self._make_known(self.newest)
 
-    def save(
-        self,
-        make: Callable[[], Share],
-        head: Callable[[Agreed], Mapping[str, Any]],
-        *,
-        step: int,
-        epoch: int,
-        reason: str,
-        counts: dict[str, int],
-        metrics: Mapping[str, Any],
-        forgive: bool,
-    ) -> tuple[CheckpointInfo, Agreed] | None:
+    def save(self, request: Request, *, forgive: bool) -> tuple[CheckpointInfo, Agreed] | None:
         """Write one checkpoint; when this returns it is complete and the newest. None: the save failed, which was said.
 
         Args:
-            make: this rank's share of the state.
-            head: what `state.json` holds beside the state itself. Called on rank 0.
-            counts: numbers of this rank, to be summed.
-            metrics: of this rank; averaged.
             forgive: whether a failure is only said.
 
         Raises:
@@ -84,7 +89,7 @@ class Saver:
         """
         started = time.monotonic()
         try:
-            info, agreed, spaced = self._write(make, head, step, epoch, reason, counts, metrics)
+            info, agreed, spaced = self._write(request)
         except (RankMissing, RunInUse):
             raise
         except Exception as error:
@@ -92,14 +97,14 @@ class Saver:
             if not forgive:
                 raise
             if self._runtime.rank == 0:
-                self._say_failed(step, error)
+                self._say_failed(request.step, error)
             return None
         self.failed, self._parent, self.newest = 0, info.id, info
         self.took.append(time.monotonic() - started)
         if self._runtime.rank == 0:
             logger.info(
                 "save step=%d epoch=%d reason=%s bytes=%d seconds=%.3f path=%s",
-                step, epoch, reason, info.bytes, self.took[-1], info.path,
+                info.step, info.epoch, info.reason, info.bytes, self.took[-1], info.path,
             )  # fmt: skip
             self._retention.tidy(info)
         if self._runtime.report_spacing:
@@ -117,28 +122,19 @@ class Saver:
             "newest checkpoint: %s", step, self.failed, type(error).__name__, whose, error, good,
         )  # fmt: skip
 
-    def _write(
-        self,
-        make: Callable[[], Share],
-        head: Callable[[Agreed], Mapping[str, Any]],
-        step: int,
-        epoch: int,
-        reason: str,
-        counts: dict[str, int],
-        metrics: Mapping[str, Any],
-    ) -> tuple[CheckpointInfo, Agreed, bool]:
+    def _write(self, request: Request) -> tuple[CheckpointInfo, Agreed, bool]:
         """The checkpoint, and whether a report now would not wait for the one before."""
         runtime = self._runtime
-        what = f"save at step {step}"
+        step, what = request.step, f"save at step {request.step}"
         shares: list[Share] = []
 
         def plan() -> dict[str, Any]:
-            shares.append(make())
+            shares.append(request.make())
             share = shares[0]
             alike: dict[str, Any] = {"fingerprint": share.fingerprint}
             if runtime.world_size > 1:
                 alike |= {"sample": share.sample, "documents": share.documents}
-            return {**alike, "counts": counts, "metrics": plain_metrics(metrics)}
+            return {**alike, "counts": request.counts, "metrics": plain_metrics(request.metrics)}
 
         def open_folder(plans: list[dict[str, Any]]) -> dict[str, Any]:
             runtime.check_claim(self._attempt)
@@ -161,7 +157,7 @@ class Saver:
             return {
                 "name": name,
                 "id": secrets.token_hex(16),
-                "counts": {key: sum(p["counts"][key] for p in plans) for key in counts},
+                "counts": {key: sum(p["counts"][key] for p in plans) for key in request.counts},
                 "metrics": merge_metrics([p["metrics"] for p in plans]),
             }
 
@@ -171,17 +167,17 @@ class Saver:
             "id": agreed.id,
             "parent": self._parent,
             "step": step,
-            "epoch": epoch,
+            "epoch": request.epoch,
             "attempt": self._attempt,
             "world_size": runtime.world_size,
-            "reason": reason,
+            "reason": request.reason,
             "metrics": agreed.metrics,
         }
 
         def write() -> list[dict[str, Any]]:
             entries = share.write(store, agreed.id)
             if runtime.rank == 0:
-                entries += share.write_state(store, agreed.id, head(agreed))
+                entries += share.write_state(store, agreed.id, request.head(agreed))
             return [asdict(entry) for entry in entries]
 
         def publish(written: list[list[dict[str, Any]]]) -> dict[str, Any]:
