@@ -1,0 +1,1 @@
+"""Weights in and out: sources, key rules, the Hub, exports."""
