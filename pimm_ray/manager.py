@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
 from typing import Any
 
 from torch import nn
 
 from pimm_ray.checkpoint.find import CheckpointInfo
-from pimm_ray.checkpoint.folder import Share
-from pimm_ray.checkpoint.state import Objects, collect, is_extra
+from pimm_ray.checkpoint.state import Objects, is_extra
 from pimm_ray.elastic.plan import ElasticPolicy, ResumePlan
-from pimm_ray.errors import DataChanged, PimmRayError
+from pimm_ray.errors import PimmRayError
 from pimm_ray.feed import Feed
+from pimm_ray.job import Job
 from pimm_ray.pace import Pace
 from pimm_ray.policy import KeepPolicy, SavePolicy
 from pimm_ray.preemption import Preemption
@@ -25,7 +23,7 @@ from pimm_ray.progress import Progress, TrainState
 from pimm_ray.restoring import restore
 from pimm_ray.resuming import choose
 from pimm_ray.runtime.base import make_runtime
-from pimm_ray.saving import Agreed, Request, Saver, check_metrics
+from pimm_ray.saving import Saver, check_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +90,7 @@ class CheckpointManager:
                     f"extra[{name!r}] is a {type(value).__name__}, which cannot be restored in place: give a dict "
                     "or list of plain data, or an object with state_dict() and load_state_dict()"
                 )
-        self._objects = Objects(
+        objects = Objects(
             model=model,
             optimizers=_as_list(optimizer),
             schedulers=_as_list(scheduler),
@@ -100,9 +98,8 @@ class CheckpointManager:
             ema=ema,
             extra=dict(extra or {}),
         )
-        self._save_policy, self._keep, self._elastic = save, keep, elastic
+        self._save_policy = save
         self._feed = Feed(loader)
-        self._pace = Pace(self._objects, self._feed, elastic)
         self._runtime = make_runtime(storage, timeout=save.timeout_seconds)
         self._feed.cursor.check(self._runtime.world_size)
         if keep is not _DEFAULT_KEEP and self._runtime.retains and self._runtime.rank == 0:
@@ -111,9 +108,14 @@ class CheckpointManager:
                 "num_to_keep=..., checkpoint_score_attribute=...))"
             )
         self._given_seed = seed
-        self._seed = 0
-        self._generation = 0
-        self._progress = Progress()
+        self._job = Job(
+            runtime=self._runtime,
+            objects=objects,
+            feed=self._feed,
+            pace=Pace(objects, self._feed, elastic),
+            keep=keep,
+            elastic=elastic,
+        )
         self._saver: Saver | None = None
         self._preemption: Preemption | None = None
         self._iteration: object | None = None
@@ -121,7 +123,10 @@ class CheckpointManager:
         self._asked: tuple[str, Mapping[str, Any]] | None = None
         self._metrics: dict[str, Any] = {}
         self._saved_at = time.monotonic()
-        self._warned: set[str] = set()
+
+    @property
+    def _progress(self) -> Progress:
+        return self._job.progress
 
     @property
     def state(self) -> TrainState:
@@ -155,19 +160,18 @@ class CheckpointManager:
             raise PimmRayError("resume() was called twice: call it once, before the loop")
         runtime = self._runtime
         given = checkpoint if checkpoint is not None else runtime.given_checkpoint
-        tensors = (*self._objects.model.parameters(), *self._objects.model.buffers())
+        model = self._job.objects.model
+        tensors = (*model.parameters(), *model.buffers())
         runtime.claim(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
         choice = choose(runtime, given)
         if choice.contents is None:
             drawn = self._given_seed if self._given_seed is not None else secrets.randbits(31)
-            self._seed = runtime.broadcast("resume: seed", drawn)
+            self._job.seed = runtime.broadcast("resume: seed", drawn)
             plan = ResumePlan(source="fresh", notes=("nothing to resume from", *choice.notes), exact=True)
         else:
-            plan, self._progress, self._seed, self._generation = restore(
-                runtime, choice, warmup, self._objects, self._feed, self._pace, self._elastic, self._given_seed
-            )
+            plan = restore(self._job, choice, warmup, self._given_seed)
         runtime.follow(self._progress)
-        self._saver = Saver(runtime, self._keep, choice)
+        self._saver = Saver(runtime, self._job.keep, choice)
         if self._save_policy.on_preemption:
             runtime.listen()
             self._preemption = Preemption(runtime, self._saver, self._save_policy.poll_every_seconds)
@@ -204,7 +208,7 @@ class CheckpointManager:
         progress = self._progress
         final, say = progress.epoch + 1 == self._epochs, self._runtime.rank == 0
         try:
-            for batch, samples, last in self._feed.begin(progress, self._seed, final=final, say=say):
+            for batch, samples, last in self._feed.begin(progress, self._job.seed, final=final, say=say):
                 progress.hand_over(samples, last=last)
                 yield batch
                 if self._iteration is not mine:
@@ -233,7 +237,9 @@ class CheckpointManager:
         self._require_resume()
         self._metrics = check_metrics(metrics)
         if self._progress.idle and self._feed.cursor.loader is not None:
-            self._warn_once("step() without a batch of manager.batches(): the data position is not kept; iterate that")
+            self._job.warn_once(
+                "step() without a batch of manager.batches(): the data position is not kept; iterate that"
+            )
         self._feed.commit()
         self._progress.commit()
         signal = self._runtime.collect_signal()
@@ -331,13 +337,10 @@ class CheckpointManager:
     def _require_resume(self) -> None:
         _ = self._checked_saver
 
-    def _shape(self) -> dict[str, Any]:
-        return asdict(self._pace.shape(self._runtime.world_size, self._seed))
-
     def _end_epoch(self) -> None:
         self._iteration = None
         self._progress.end_epoch()
-        self._feed.end(self._progress.epoch, self._seed)
+        self._feed.end(self._progress.epoch, self._job.seed)
 
     def _signal(self) -> None:
         """Start telling all ranks what they do at the next step."""
@@ -371,73 +374,13 @@ class CheckpointManager:
     def _save(self, reason: str, metrics: Mapping[str, Any], *, last: bool = False) -> CheckpointInfo | None:
         self._asked = None
         self._saved_at = time.monotonic()
-        runtime, progress = self._runtime, self._progress
-        within = progress.within_epoch
-
-        def make() -> Share:
-            if within and not self._feed.cursor.stateful and self._feed.cursor.loader is not None:
-                self._refuse_or_warn()
-            own = self._feed.saved(progress) | {"shape": self._shape()}
-            return Share(collect(self._objects), own, rank=runtime.rank, world=runtime.world_size)
-
-        def head(agreed: Agreed) -> dict[str, Any]:
-            trainer = progress.state(agreed.counts["total"])
-            return {
-                "step": progress.step,
-                "epoch": trainer.epoch,
-                "position": asdict(self._feed.cursor.position(progress.position(agreed.counts["epoch"]))),
-                "trainer": asdict(replace(trainer, best_metric_value=self._best_with(agreed.metrics))),
-                "shape": self._shape(),
-                "generation": self._generation,
-                "drops": progress.drops if within else 0,
-                **self._pace.saved(),
-                "seed": self._seed,
-                "loggers": {},
-                "warm_start": None,
-            }
-
-        counts = {"epoch": progress.own_epoch_samples, "total": progress.own_total_samples}
-        if self._feed.cursor.global_position and runtime.rank:
-            counts = dict.fromkeys(counts, 0)  # every rank has counted the samples of all of them
-        request = Request(
-            make=make,
-            head=head,
-            step=progress.step,
-            epoch=progress.epoch + progress.at_last_batch,
-            reason=reason,
-            counts=counts,
-            metrics={**self._metrics, **metrics},
-        )
+        request = self._job.request(reason, {**self._metrics, **metrics})
         saved = self._checked_saver.save(request, forgive=self._save_policy.on_error == "warn" and not last)
         if saved is None:
             return None
         info, agreed = saved
-        progress.best = self._best_with(agreed.metrics)
-        progress.absorb(agreed.counts["epoch"], agreed.counts["total"])
+        self._job.saved(agreed)
         return info
-
-    def _best_with(self, metrics: Mapping[str, Any]) -> float | None:
-        best, name = self._progress.best, self._keep.metric
-        if name is None or self._keep.score(metrics) <= (-math.inf if best is None else self._keep.score({name: best})):
-            return best
-        return float(metrics[name])
-
-    def _refuse_or_warn(self) -> None:
-        kind = type(self._feed.cursor.loader).__name__
-        if self._elastic.cursor == "fail":
-            raise DataChanged(
-                f"a save in mid-epoch cannot keep the position of a {kind} and ElasticPolicy(cursor='fail') forbids to "
-                "drop it: use torchdata's StatefulDataLoader, or save at the end of epochs"
-            )
-        self._warn_once(
-            f"a {kind} cannot tell its position: a resume from this save restarts the epoch (torchdata's "
-            "StatefulDataLoader can)"
-        )
-
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned and self._runtime.rank == 0:
-            logger.warning(text)
-        self._warned.add(text)
 
 
 def _as_list(value: Any) -> list[Any]:

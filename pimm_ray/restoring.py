@@ -4,45 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from pimm_ray.checkpoint.folder import read_rank
-from pimm_ray.checkpoint.state import Objects, apply
+from pimm_ray.checkpoint.state import apply
 from pimm_ray.elastic import schedule
 from pimm_ray.elastic.plan import ElasticPolicy, Position, ResumePlan, RunShape, plan_resume
-from pimm_ray.feed import Feed
-from pimm_ray.pace import Pace
+from pimm_ray.job import Job
 from pimm_ray.progress import Progress
 from pimm_ray.resuming import Choice
 from pimm_ray.runtime.base import Runtime
 
 
-class Restored(NamedTuple):
-    """What a run goes on with after a resume, beside what its objects now hold."""
-
-    plan: ResumePlan
-    progress: Progress
-    seed: int
-    generation: int
-
-
-def restore(
-    runtime: Runtime,
-    choice: Choice,
-    warmup: Callable[[], Any] | None,
-    objects: Objects,
-    feed: Feed,
-    pace: Pace,
-    elastic: ElasticPolicy,
-    given_seed: int | None,
-) -> Restored:
-    """Put the chosen checkpoint back. Who calls it: every rank.
+def restore(job: Job, choice: Choice, warmup: Callable[[], Any] | None, given_seed: int | None) -> ResumePlan:
+    """Put the chosen checkpoint back into the job. Who calls it: every rank.
 
     Raises:
         StateMismatch, WorldSizeError, DataChanged: as `CheckpointManager.resume`.
     """
+    runtime, objects, feed, pace, elastic = job.runtime, job.objects, job.feed, job.pace, job.elastic
     contents = choice.contents
     assert contents is not None
     reader, document, own = contents.reader, contents.document, contents.rank_state
@@ -61,14 +43,15 @@ def restore(
         saved_by = range(own["shape"]["world_size"])
         positions = runtime.each("resume: read positions", lambda: [read_rank(reader, rank) for rank in saved_by])
     notes = runtime.each("resume: restore", lambda: apply(objects, contents.snapshot))
-    progress, generation = _progress(document, position, plan, by_hand=feed.cursor.loader is None)
+    job.progress = _progress(document, position, plan, by_hand=feed.cursor.loader is None)
+    job.seed, job.generation = seed, document["generation"] + 1
     pace.resume(document, plan, say=runtime.rank == 0)
     if runtime.rank >= own["shape"]["world_size"] or elastic.rng == "reseed":
-        feed.derive_streams(own, seed, runtime.rank, generation)
+        feed.derive_streams(own, seed, runtime.rank, job.generation)
     else:
         feed.restore_streams(own)
     if plan.cursor == "kept":
-        progress.batches = own["batches"]
+        job.progress.batches = own["batches"]
         feed.keep_position(own, positions, position)
     if given_seed not in (None, seed):
         notes.append(f"seed {seed} of the checkpoint holds, not {given_seed}")
@@ -78,14 +61,13 @@ def restore(
     if ddp and runtime.world_size > 2 and manifest.step and warmup is None:
         exact = False
         notes.append("first step agrees to rounding: DDP on 3 or more ranks needs resume(warmup=) to be exact")
-    plan = replace(
+    return replace(
         plan,
         source=info.name if choice.own else info.path,
         step=manifest.step,
         exact=exact,
         notes=(*choice.notes, *plan.notes, *notes),
     )
-    return Restored(plan, progress, seed, generation)
 
 
 def _agreed_plan(
@@ -99,12 +81,12 @@ def _agreed_plan(
     return next((plan for plan in plans if plan.reason), plans[0])
 
 
-def _progress(document: dict[str, Any], position: Position, plan: ResumePlan, *, by_hand: bool) -> tuple[Progress, int]:
-    """Where the run stands, and the generation of its random streams."""
+def _progress(document: dict[str, Any], position: Position, plan: ResumePlan, *, by_hand: bool) -> Progress:
+    """Where the run stands."""
     trainer, dropped = document["trainer"], plan.cursor == "dropped"
     counted_by_hand = plan.cursor == "start" and by_hand
     kept = position if plan.cursor == "kept" or counted_by_hand else Position(epoch=position.epoch)
-    progress = Progress(
+    return Progress(
         epoch=kept.epoch,
         window=kept.window,
         epoch_samples=kept.samples,
@@ -113,4 +95,3 @@ def _progress(document: dict[str, Any], position: Position, plan: ResumePlan, *,
         total_samples=trainer["samples_seen"],
         drops=document["drops"] + dropped,
     )
-    return progress, document["generation"] + 1

@@ -196,7 +196,7 @@ def seeded(rank, folder, seed):
     manager = CheckpointManager(model=nn.Linear(1, 1), storage=folder, seed=seed)
     plan = manager.resume()
     manager.save()
-    return manager._seed, plan.explain()
+    return manager._job.seed, plan.explain()
 
 
 def test_no_seed_means_one_that_is_drawn_once_for_all_ranks_and_kept(tmp_path):
