@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pimm_ray.checkpoint.folder import Share
+from pimm_ray.checkpoint.names import parameter_names
+from pimm_ray.checkpoint.pimm_read import Present
 from pimm_ray.checkpoint.state import Objects, collect
 from pimm_ray.elastic.plan import ElasticPolicy
 from pimm_ray.errors import DataChanged
@@ -41,6 +43,21 @@ class Job:
     def shape(self) -> dict[str, Any]:
         """The `RunShape` as it is now, as plain data."""
         return asdict(self.pace.shape(self.runtime.world_size, self.seed))
+
+    def present(self) -> Present:
+        """What checkpoints of an older pimm do not tell of themselves."""
+        cursor, names = self.feed.cursor, parameter_names(self.objects.model)
+        groups = [
+            [names[id(parameter)] for parameter in group["params"]]
+            for optimizer in self.objects.optimizers[:1]
+            for group in optimizer.param_groups
+        ]
+        return Present(
+            world_size=self.runtime.world_size,
+            iterations=cursor.length,
+            global_batch=cursor.shape(self.runtime.world_size, 0).global_batch,
+            groups=groups,
+        )
 
     def request(self, reason: str, metrics: Mapping[str, Any]) -> Request:
         """A save of the job as it is now; `metrics` are this rank's."""

@@ -139,7 +139,8 @@ class CheckpointManager:
         """Restore the newest good checkpoint of this run, else `checkpoint`, else start fresh. Every rank, once.
 
         Args:
-            checkpoint: a path, URI or `ray.train.Checkpoint` for a run that has none of its own. Under Ray, what
+            checkpoint: a path, URI or `ray.train.Checkpoint` for a run that has none of its own: of pimm_ray, or of
+                pimm (`model/last`, `model_last.pth`, or the folder of its run). Under Ray, what
                 `TorchTrainer(resume_from_checkpoint=...)` was given is used when this is None.
             warmup: runs one forward and backward pass of the model. Called before the state is loaded; all traces of it
                 are overwritten. DDP on 3 or more ranks needs it to resume bit for bit: it lays out its buckets anew
@@ -163,7 +164,7 @@ class CheckpointManager:
         model = self._job.objects.model
         tensors = (*model.parameters(), *model.buffers())
         runtime.claim(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
-        choice = choose(runtime, given)
+        choice = choose(runtime, given, self._job.present)
         if choice.contents is None:
             drawn = self._given_seed if self._given_seed is not None else secrets.randbits(31)
             self._job.seed = runtime.broadcast("resume: seed", drawn)

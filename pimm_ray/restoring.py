@@ -8,7 +8,6 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from pimm_ray.checkpoint.folder import read_rank
 from pimm_ray.checkpoint.state import apply
 from pimm_ray.elastic import schedule
 from pimm_ray.elastic.plan import ElasticPolicy, Position, ResumePlan, RunShape, plan_resume
@@ -27,21 +26,20 @@ def restore(job: Job, choice: Choice, warmup: Callable[[], Any] | None, given_se
     runtime, objects, feed, pace, elastic = job.runtime, job.objects, job.feed, job.pace, job.elastic
     contents = choice.contents
     assert contents is not None
-    reader, document, own = contents.reader, contents.document, contents.rank_state
-    manifest, info = reader.manifest, contents.info
+    document, own, info = contents.document, contents.rank_state, contents.info
     seed, position = document["seed"], Position(**document["position"])
     now = asdict(pace.shape(runtime.world_size, seed))
     plan = _agreed_plan(runtime, own["shape"], now, elastic, position)
     if plan.schedule == "extend":
         schedule.require_horizon(objects.schedulers)
-    if warmup is not None and manifest.step > 0:
+    if warmup is not None and info.step > 0:
         warmup()
         for parameter in objects.model.parameters():
             parameter.grad = None
     positions: list[dict[str, Any]] = []
     if plan.cursor == "kept" and feed.cursor.global_position:
         saved_by = range(own["shape"]["world_size"])
-        positions = runtime.each("resume: read positions", lambda: [read_rank(reader, rank) for rank in saved_by])
+        positions = runtime.each("resume: read positions", lambda: [contents.read_rank(rank) for rank in saved_by])
     notes = runtime.each("resume: restore", lambda: apply(objects, contents.snapshot))
     job.progress = _progress(document, position, plan, by_hand=feed.cursor.loader is None)
     job.seed, job.generation = seed, document["generation"] + 1
@@ -58,13 +56,13 @@ def restore(job: Job, choice: Choice, warmup: Callable[[], Any] | None, given_se
     if feed.cursor.loader is None:
         notes.append("no loader given: the data position is yours to keep")
     exact, ddp = plan.exact, isinstance(objects.model, DistributedDataParallel)
-    if ddp and runtime.world_size > 2 and manifest.step and warmup is None:
+    if ddp and runtime.world_size > 2 and info.step and warmup is None:
         exact = False
         notes.append("first step agrees to rounding: DDP on 3 or more ranks needs resume(warmup=) to be exact")
     return replace(
         plan,
         source=info.name if choice.own else info.path,
-        step=manifest.step,
+        step=info.step,
         exact=exact,
         notes=(*choice.notes, *plan.notes, *notes),
     )

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, field
+from functools import partial
 from typing import Any
 
+import xxhash
+
+from pimm_ray.checkpoint import pimm
 from pimm_ray.checkpoint.find import CheckpointInfo, Problem, candidates, check_marker, check_sizes, open_manifest
 from pimm_ray.checkpoint.folder import open_rank, read_document, read_rank, read_snapshot
-from pimm_ray.checkpoint.layout import DAMAGED, CheckpointName, Manifest
+from pimm_ray.checkpoint.layout import DAMAGED, CheckpointName
+from pimm_ray.checkpoint.pimm_read import Adopted, Present, adopt
 from pimm_ray.checkpoint.reader import Reader
 from pimm_ray.checkpoint.state import Snapshot
 from pimm_ray.checkpoint.store import Store, open_store
@@ -30,11 +36,12 @@ class Contents:
     """A checkpoint as one rank has read it. Every byte that it holds was proven by this rank itself, every other byte
     of the checkpoint by some rank."""
 
-    reader: Reader
     info: CheckpointInfo
     document: dict[str, Any]
     rank_state: dict[str, Any]
     """What this rank stored of its own; what rank 0 did, for a rank that is new."""
+    read_rank: Callable[[int], dict[str, Any]]
+    """Reads what any rank stored of its own."""
     snapshot: Snapshot
 
 
@@ -55,15 +62,12 @@ class Choice:
     def info(self) -> CheckpointInfo | None:
         return self.contents.info if self.contents else None
 
-    @property
-    def manifest(self) -> Manifest | None:
-        return self.contents.reader.manifest if self.contents else None
 
-
-def choose(runtime: Runtime, given: Any) -> Choice:
+def choose(runtime: Runtime, given: Any, present: Callable[[], Present] = Present) -> Choice:
     """Newest good checkpoint of this run, else the given one, else none. Who calls it: every rank.
 
-    Says in one line what was passed over, and leaves a note in the folder of what is damaged.
+    Says in one line what was passed over, and leaves a note in the folder of what is damaged. `present`: what this rank
+    knows of the run, for checkpoints that do not tell it.
 
     Raises:
         CheckpointNotFound, IncompleteCheckpoint, CorruptCheckpoint, ...: the given one would be used and is not good.
@@ -78,6 +82,7 @@ def choose(runtime: Runtime, given: Any) -> Choice:
 
     found = runtime.exchange("resume: list the run folder", None, listing)
     contents, own, say, passed = None, False, runtime.rank == 0, dict[str, Problem]()
+    foreign: list[str] = []
     damaged = set(found["noted"])
     for name in found["names"]:
         store = runtime.store.child(name)
@@ -109,10 +114,10 @@ def choose(runtime: Runtime, given: Any) -> Choice:
             "name or storage"
         )
     if contents is None and given is not None:
-        contents = _read_given(runtime, open_store(given))
-    notes = _loss(passed, contents.info.step if contents else 0)
-    if notes and say:
-        logger.warning(notes[0])
+        contents, foreign = _read_given(runtime, open_store(given), present)
+    notes = (*_loss(passed, contents.info.step if contents else 0), *foreign)
+    for note in notes if say else ():
+        logger.warning(note)
     return Choice(contents=contents, own=own, attempt=found["attempt"], damaged=frozenset(damaged), notes=notes)
 
 
@@ -171,10 +176,10 @@ def _read_own(runtime: Runtime, store: Store) -> Contents | Problem:
         for other in range(rank + world, manifest.world_size, world):
             open_rank(reader, other)
         contents = Contents(
-            reader=reader,
             info=info,
             document=document,
             rank_state=own,
+            read_rank=partial(read_rank, reader),
             snapshot=read_snapshot(reader, document),
         )
         if errors := reader.rest(part=rank, parts=world):
@@ -195,11 +200,17 @@ def _explain(reader: Reader, error: Exception) -> Problem:
     return Problem.of(error)
 
 
-def _read_given(runtime: Runtime, store: Store) -> Contents:
+def _read_given(runtime: Runtime, store: Store, present: Callable[[], Present]) -> tuple[Contents, list[str]]:
+    """Also what a checkpoint of another program could not tell."""
+    found = runtime.exchange(
+        f"resume: look for a checkpoint of pimm at {store.path}", None, partial(_path_of_pimm, store)
+    )
+    if found is not None:
+        return _read_pimm(runtime, store.at(found), present)
     runtime.exchange(f"resume: open {store.path}", None, lambda _: open_manifest(store)[0].id)
     result = _read(runtime, store)
     if isinstance(result, Contents):
-        return result
+        return result, []
     if not result.is_damage:
         raise StorageError(f"cannot read the checkpoint to resume from, {store.path}: {result}")
     raise CorruptCheckpoint(
@@ -209,6 +220,41 @@ def _read_given(runtime: Runtime, store: Store) -> Contents:
         expected=result.expected,
         found=result.found,
     )
+
+
+def _path_of_pimm(store: Store, _: Any) -> str | None:
+    found = pimm.locate(store)
+    return found.path if found else None
+
+
+def _read_pimm(runtime: Runtime, store: Store, present: Callable[[], Present]) -> tuple[Contents, list[str]]:
+    def read() -> Adopted:
+        return adopt(pimm.read_payload(store), store.path, present())
+
+    adopted = runtime.each(f"resume: read {store.path}", read)
+    info = CheckpointInfo(
+        path=store.path,
+        filesystem=store.filesystem,
+        id=f"pimm-{xxhash.xxh3_64_hexdigest(json.dumps(adopted.document).encode())}",
+        step=adopted.head["step"],
+        epoch=adopted.head["epoch"],
+        attempt=0,
+        world_size=len(adopted.ranks),
+        created=pimm.written_at(store),
+        bytes=pimm.size_of(store),
+        reason="pimm",
+        parent=None,
+    )
+    if len(set(runtime.gather(f"resume: compare {store.path}", info.id))) > 1:
+        raise StorageError(f"ranks see different checkpoints at {store.path}: is the storage shared by all nodes?")
+    contents = Contents(
+        info=info,
+        document=adopted.document,
+        rank_state=adopted.ranks[runtime.rank if runtime.rank < len(adopted.ranks) else 0],
+        read_rank=adopted.ranks.__getitem__,
+        snapshot=adopted.snapshot,
+    )
+    return contents, adopted.notes
 
 
 def _loss(passed: dict[str, Problem], step: int) -> tuple[str, ...]:

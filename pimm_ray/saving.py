@@ -64,7 +64,7 @@ class Saver:
     def __init__(self, runtime: Runtime, keep: KeepPolicy, choice: Choice):
         self._runtime, self._attempt, self._damaged = runtime, choice.attempt, choice.damaged
         self._retention = Retention(runtime, keep, choice)
-        self._parent = choice.manifest.id if choice.manifest else None
+        self._parent = choice.info.id if choice.info else None
         self.newest: CheckpointInfo | None = choice.info if choice.own else None
         self.failed = 0
         """Saves that failed since the last good one."""

@@ -1,21 +1,26 @@
 """The one door for other people's files that are pickles: plain data and tensors come through, code does not.
 
-`torch.save` files are read by `torch.load(weights_only=True)`; stock Distributed Checkpoint (DCP) folders by an
-unpickler whose every global stands in one table. Nothing else in this package may import pickle or call `torch.load`.
+`torch.save` files are read by `torch.load(weights_only=True)`; stock Distributed Checkpoint (DCP) folders, and pickles
+of plain data, by an unpickler whose every global stands in one table. The same files are written here for programs that
+read no others. Nothing else in this package may import pickle or call `torch.load` or `torch.save`.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
 import re
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow.fs as pafs
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
 
 from pimm_ray.checkpoint.documents import is_count, is_text, short
 from pimm_ray.checkpoint.shards import Slot, fill_exactly, is_possible
@@ -83,7 +88,7 @@ def load_dcp(store: Store, *, allow_pickle: bool = False) -> dict[tuple[str | in
     data = store.read(METADATA, limit=_MAX_METADATA)
     path = store.full(METADATA)
     try:
-        found = pickle.loads(data) if allow_pickle else _Unpickler(io.BytesIO(data)).load()  # noqa: S301
+        found = pickle.loads(data) if allow_pickle else _Unpickler(io.BytesIO(data), _table()).load()  # noqa: S301
         entries, paths, places = _checked(found, store.files())
     except UnsafeCheckpoint as error:
         raise UnsafeCheckpoint(f"{path} {error}. {_WAY_OUT}") from None
@@ -114,6 +119,44 @@ def load_dcp(store: Store, *, allow_pickle: bool = False) -> dict[tuple[str | in
     return leaves
 
 
+def load_pickle(data: bytes, what: str, *, allow_pickle: bool = False) -> Any:
+    """What `pickle.dumps` made of plain data, numpy arrays and tensors. `what` is for messages.
+
+    Args:
+        allow_pickle: read it by pickle, which runs whatever code it holds: only for data that you trust.
+
+    Raises:
+        UnsafeCheckpoint: it refers to something else than plain data; the message names that.
+        CorruptCheckpoint: it cannot be read.
+    """
+    try:
+        return pickle.loads(data) if allow_pickle else _Unpickler(io.BytesIO(data), _plain_table()).load()  # noqa: S301
+    except UnsafeCheckpoint as error:
+        raise UnsafeCheckpoint(f"{what} {error}. {_WAY_OUT}") from None
+    except Exception as error:
+        raise CorruptCheckpoint(f"{what} cannot be read: {type(error).__name__}: {short(str(error))}") from None
+
+
+def dump_pickle(value: Any) -> bytes:
+    """For programs that store plain data so."""
+    return pickle.dumps(value)
+
+
+def save_file(value: Any, path: str) -> None:
+    """A new file that `torch.load(weights_only=True)` reads: of tensors and plain data. On disk when this returns."""
+    with open(path, "xb") as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def save_dcp(value: dict[str, Any], path: str) -> None:
+    """A new stock DCP folder of one rank, by PyTorch's own writer, which also syncs it to disk."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        save_by_dcp(value, checkpoint_id=path, no_dist=True)
+
+
 _WAY_OUT = "Only if you trust whoever wrote it: allow_pickle=True reads it, and runs whatever code it holds"
 
 
@@ -134,15 +177,15 @@ def _load(file: BinaryIO, path: str, name: str, allow_pickle: bool) -> Any:
 class _Unpickler(pickle._Unpickler):
     """Of the two that Python has the one whose memo is a dict: the other makes as much room for it as a pickle says."""
 
-    def __init__(self, file: BinaryIO):
+    def __init__(self, file: BinaryIO, table: dict[tuple[str, str], Any]):
         super().__init__(file)
-        self._table = _table()
+        self._table = table
 
     def find_class(self, module: str, name: str) -> Any:
         try:
             return self._table[module, name]
         except KeyError:
-            raise UnsafeCheckpoint(f"refers to {module}.{name}, which no {METADATA} of plain data does") from None
+            raise UnsafeCheckpoint(f"refers to {module}.{name}, which no pickle of plain data does") from None
 
     def persistent_load(self, pid: Any) -> Any:
         raise UnsafeCheckpoint("refers to objects outside itself")
@@ -176,6 +219,29 @@ def _table() -> dict[tuple[str, str], Any]:
 def _nothing() -> Callable[..., None]:
     """Stands for what is not used: layouts, memory formats, the path that the folder once had."""
     return type("nothing", (), {"__new__": lambda cls, *arguments: None})
+
+
+def _plain_table() -> dict[tuple[str, str], Any]:
+    """Every global that a pickle of plain data, arrays and tensors may refer to. New ones for each pickle, as above."""
+    array: Any = np.empty(0)
+    table: dict[tuple[str, str], Any] = {
+        ("collections", "OrderedDict"): _call(OrderedDict),
+        ("numpy", "ndarray"): _nothing(),
+        ("numpy", "dtype"): _call(np.dtype),
+        ("torch", "Size"): _call(torch.Size),
+        ("torch._utils", "_rebuild_tensor_v2"): _call(torch._utils._rebuild_tensor_v2),
+        ("torch.storage", "_load_from_bytes"): _call(lambda data: _load(io.BytesIO(data), "a tensor", "", False)),
+    }
+    for room in ("numpy._core", "numpy.core"):
+        table[f"{room}.multiarray", "_reconstruct"] = _call(lambda *arguments: np.ndarray(0))
+        table[f"{room}.multiarray", "scalar"] = _call(array.sum().__reduce__()[0])
+        table[f"{room}.numeric", "_frombuffer"] = _call(array.__reduce_ex__(5)[0])
+    return table
+
+
+def _call(function: Callable[..., Any]) -> Any:
+    """A class that gives what the function gives: attributes that are set on it are not the function's."""
+    return type("call", (), {"__new__": lambda cls, *arguments: function(*arguments)})
 
 
 Entry = tuple[torch.dtype, tuple[int, ...], list[Slot]]

@@ -50,7 +50,11 @@ def _member_names(group: Mapping[str, Any], prefix: str, names: Mapping[int, str
 def match_groups(
     optimizer: torch.optim.Optimizer, index: int, saved: dict[str, Any], names: dict[int, str]
 ) -> list[int | None]:
-    """For each present group, the saved group its parameters come from; None for a group of new parameters."""
+    """For each present group, the saved group its parameters come from; None for a group of new parameters.
+
+    Raises:
+        StateMismatch: it cannot be put back in that way, or not one parameter of now has its moments in the checkpoint.
+    """
     home = {name: i for i, group in enumerate(saved["groups"]) for name in group["params"]}
     same_layout = len(optimizer.param_groups) == len(saved["groups"])
     matches: list[int | None] = []
@@ -67,6 +71,15 @@ def match_groups(
         else:
             empty_twin = same_layout and not members and not saved["groups"][i]["params"]
             matches.append(i if empty_twin else None)
+    now = {names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]}
+    if saved["state"] and now and now.isdisjoint(saved["state"]):
+        raise StateMismatch(
+            f"optimizer.{index}: the checkpoint has the moments of {some(sorted(saved['state']))}, and the optimizer "
+            f"has none of these but {some(sorted(now))}: it would start without any. Give it the parameters of the run "
+            "that saved it",
+            missing=[f"optimizer.{index}.{name}" for name in sorted(now)],
+            unexpected=[f"optimizer.{index}.{name}" for name in sorted(saved["state"])],
+        )
     return matches
 
 
@@ -104,6 +117,11 @@ def apply_optimizer(
             count += 1
         groups.append({**settings, "params": indices})
     optimizer.load_state_dict({"state": states, "param_groups": groups})
+    if any(state for _, state in by_parameter) and not any(optimizer.state.get(one) for one, _ in by_parameter):
+        raise StateMismatch(
+            f"optimizer.{index} ({type(optimizer).__name__}) was given the moments of {len(by_parameter)} parameters "
+            "and holds none: its load_state_dict() must keep them"
+        )
     for group, old in zip(optimizer.param_groups, before, strict=True):
         _keep_tensor_settings(group, old)
     for parameter, state in by_parameter:

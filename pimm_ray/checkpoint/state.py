@@ -267,7 +267,7 @@ def _check(objects: Objects, snapshot: Snapshot, saved: State) -> list[str]:
             missing += [f"{kind}.{i} ({classes[i]})" for i in range(len(before), len(classes))]
         unexpected += [f"{kind}.{i} ({before[i]})" for i in range(len(classes), len(before))]
         for i, (old, new) in enumerate(zip(before, classes, strict=False)):
-            if old != new:
+            if old and old != new:  # an older pimm told no class
                 shapes[f"{kind}.{i}"] = (old, new)
     for i, (scheduler, old) in enumerate(zip(objects.schedulers, saved.schedulers, strict=False)):
         live, was = scheduler.state_dict(), old["state"]

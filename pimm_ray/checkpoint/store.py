@@ -51,9 +51,13 @@ class Store:
         return f"{self.filesystem.type_name}:{self.path}"
 
     def child(self, name: str) -> Store:
-        child = copy.copy(self)
-        child.path = self.full(name)
-        return child
+        return self.at(self.full(name))
+
+    def at(self, path: str) -> Store:
+        """Another folder of the same filesystem."""
+        other = copy.copy(self)
+        other.path = path
+        return other
 
     def full(self, name: str) -> str:
         return f"{self.path}/{name}"

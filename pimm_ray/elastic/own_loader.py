@@ -48,6 +48,11 @@ class LoaderCursor:
         )
 
     @property
+    def length(self) -> int | None:
+        """Batches of an epoch on this rank, where the loader can tell."""
+        return _length(self.loader)
+
+    @property
     def generators(self) -> dict[str, torch.Generator]:
         """The loader's own generators, whose streams belong to a checkpoint like the global ones."""
         owners = {"loader": self.loader, **{f"sampler.{i}": sampler for i, sampler in enumerate(self._samplers())}}

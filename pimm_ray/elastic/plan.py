@@ -11,6 +11,10 @@ from pimm_ray.errors import DataChanged, WorldSizeError
 ELASTIC = "elastic:"
 """How the `order_id` of a loader begins whose position serves any number of ranks."""
 
+UNTOLD = "untold"
+"""The `order_id` in a checkpoint of another program: it has the position of a `StatefulDataLoader`, but does not tell
+of which data in which order. What it does not tell is taken to be as it is now."""
+
 RESTART_STRIDE = 2**20
 """What a restarted epoch adds to the number that its sampler sees, for each restart."""
 
@@ -140,6 +144,9 @@ def plan_resume(saved: RunShape, now: RunShape, policy: ElasticPolicy, position:
     """
     elastic = all((shape.order_id or "").startswith(ELASTIC) for shape in (saved, now))
     words = _ELASTIC_WORDS if elastic else _WORDS
+    told, untold = saved, saved.order_id in (None, UNTOLD)
+    if untold:
+        saved = _completed(saved, now)
     changes = _changes(saved, now, words)
     reason = "; ".join(changes)
     global_batch, lr_factor, notes = None, 1.0, list[str]()
@@ -160,14 +167,17 @@ def plan_resume(saved: RunShape, now: RunShape, policy: ElasticPolicy, position:
         )
     cursor: Literal["start", "kept", "dropped"]
     # Batches of a kind that nobody can count make no samples, but a window that is over.
-    counted = elastic or position.window == 0 or None in (saved.order_id, now.order_id)
+    counted = elastic or position.window == 0 or None in (told.order_id, now.order_id)
     if position.samples == 0 and counted:
         cursor = "start"
     elif policy.cursor == "drop":
         cursor, reason = "dropped", "; ".join([*changes, "ElasticPolicy(cursor='drop')"])
-    elif changes or now.order_id is None or saved.order_id is None:
-        cursor = "dropped"
-        reason = reason or "the loader cannot restore its position within an epoch"
+    elif untold and (now.order_id or "").startswith(ELASTIC):
+        cursor, reason = "dropped", _NO_POSITION
+    elif changes or now.order_id is None:
+        cursor, reason = "dropped", reason or "the loader cannot restore its position within an epoch"
+    elif told.order_id is None:
+        cursor, reason = "dropped", _NO_POSITION
     else:
         cursor = "kept"
     if cursor == "dropped" and policy.cursor == "fail":
@@ -176,6 +186,8 @@ def plan_resume(saved: RunShape, now: RunShape, policy: ElasticPolicy, position:
             f"cannot keep the data position ({reason}) and ElasticPolicy(cursor='fail') forbids to drop it: resume as "
             "the run was saved, or allow cursor='auto'"
         )
+    if told.order_id == UNTOLD and cursor != "dropped":
+        notes.append("data and order are not told by the checkpoint: taken to be those of now")
     others = _changes(saved, now, _WORDS) if elastic else []
     if others and cursor != "dropped":
         notes.append(f"{'; '.join(others)}: the same samples in each step, equal to rounding")
@@ -196,9 +208,18 @@ def plan_resume(saved: RunShape, now: RunShape, policy: ElasticPolicy, position:
         accumulate=_accumulate(now.global_batch, now) if elastic else None,
         global_batch=global_batch,
         lr_factor=lr_factor,
-        exact=not changes and not _changes(saved, now, _ALL_WORDS) and cursor != "dropped" and policy.rng == "restore",
+        exact=not changes and not _changes(told, now, _ALL_WORDS) and cursor != "dropped" and policy.rng == "restore",
         notes=tuple(notes),
     )
+
+
+_NO_POSITION = "the checkpoint holds no position of this loader"
+
+
+def _completed(saved: RunShape, now: RunShape) -> RunShape:
+    """With the values of now where a loader, or another program, told nothing."""
+    untold = {name: getattr(now, name) for name in _ALL_WORDS if getattr(saved, name) in (None, UNTOLD)}
+    return replace(saved, **untold)
 
 
 def share_of(shape: RunShape) -> float | None:

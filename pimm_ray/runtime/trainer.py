@@ -13,7 +13,8 @@ from typing import Any
 import ray.train
 import ray.train.torch
 
-from pimm_ray.checkpoint.find import CheckpointInfo, candidates, find_checkpoint, open_checkpoint, verify_checkpoint
+from pimm_ray.checkpoint import pimm
+from pimm_ray.checkpoint.find import candidates, find_checkpoint, open_checkpoint, verify_checkpoint
 from pimm_ray.checkpoint.store import Store, open_store
 from pimm_ray.errors import CorruptCheckpoint, PimmRayError, StorageError
 from pimm_ray.policy import KeepPolicy
@@ -46,8 +47,8 @@ class TorchTrainer(ray_private.ControllerHook, ray.train.torch.TorchTrainer):
         run_config: give it a `name`: it is how the run is found again after the driver has died. Without a
             `checkpoint_config` the newest 3 checkpoints are kept; without a `failure_config` an elastic run survives
             8 failures. Nodes that go with notice are counted apart, without limit (`max_preemption_failures`).
-        resume_from_checkpoint: path, URI or `ray.train.Checkpoint` of one checkpoint of any run. Relative paths are
-            relative to the driver's working directory. It is only read.
+        resume_from_checkpoint: path, URI or `ray.train.Checkpoint` of one checkpoint of any run, also of pimm's
+            (`model/last`). Relative paths are relative to the driver's working directory. It is only read.
         arguments: all others of Ray's trainer.
 
     Raises:
@@ -211,13 +212,14 @@ def _announce(run: Store, given: Any) -> None:
     if given is None:
         logger.log(logging.WARNING if names else logging.INFO, "start: fresh (%s in %s)", found, run.path)
         return
-    info = _open_given(given)
-    logger.info(
-        "start: checkpoint=%s step=%d (resume_from_checkpoint; %s in %s)", info.path, info.step, found, run.path
-    )
+    what = _open_given(given)
+    logger.info("start: checkpoint=%s (resume_from_checkpoint; %s in %s)", what, found, run.path)
 
 
-def _open_given(given: Any) -> CheckpointInfo:
+def _open_given(given: Any) -> str:
+    """Check it, as far as that is quick; what it is, for people."""
+    if of_pimm := pimm.locate(open_store(given)):
+        return f"{of_pimm.path} of pimm"
     info = open_checkpoint(given)
     if problems := verify_checkpoint(given, deep=False):
         raise CorruptCheckpoint(
@@ -226,7 +228,7 @@ def _open_given(given: Any) -> CheckpointInfo:
             expected=problems[0].expected,
             found=problems[0].found,
         )
-    return info
+    return f"{info.path} step={info.step}"
 
 
 def _mend_snapshot(run: Store, config: Any) -> None:
