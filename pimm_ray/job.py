@@ -48,7 +48,7 @@ class Job:
         """What checkpoints of an older pimm do not tell of themselves."""
         cursor, names = self.feed.cursor, parameter_names(self.objects.model)
         groups = [
-            [names[id(parameter)] for parameter in group["params"]]
+            [names.get(id(parameter), "") for parameter in group["params"]]
             for optimizer in self.objects.optimizers[:1]
             for group in optimizer.param_groups
         ]

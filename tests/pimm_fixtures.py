@@ -256,18 +256,21 @@ def go_on_as_pimm_does(folder: Any, job: Pimm, epochs: int = EPOCHS) -> list[Any
     trainer, seen = payload["trainer"], []
     cursor = payload["dataloader"]["state"]
     cursor = cursor["states"][rank()] if "states" in cursor else cursor
+    state = payload["rng"]["state"]["states"][rank()]
     for epoch in range(trainer["epoch"], epochs):
         job.loader.sampler.set_epoch(epoch)
         if epoch == trainer["epoch"]:
-            if trainer["iter_in_epoch"]:
-                assert cursor["format"] == "pimm.torchdata_state.v1"
-                job.loader.load_state_dict(pickle.loads(cursor["state"]))
-            iterator = iter(job.loader)
-            state = payload["rng"]["state"]["states"][rank()]
-            random.setstate(state["python"])
-            np.random.set_state(state["numpy"])
-            torch.set_rng_state(state["torch"])
-        else:
-            iterator = iter(job.loader)
+            # Else an epoch goes on that began when the placeholder asked the loader for its state.
+            job.loader.load_state_dict(pickle.loads(cursor["state"]) if trainer["iter_in_epoch"] else {})
+            restore_streams(state)
+        iterator = iter(job.loader)
+        if epoch == trainer["epoch"] and trainer["iter_in_epoch"]:
+            restore_streams(state)  # to compare: what is drawn for an iterator was drawn before the save
         seen += [job.learn(batch) for batch in iterator]
     return seen
+
+
+def restore_streams(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])

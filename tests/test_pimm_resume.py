@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+import zipfile
 
 import numpy as np
 import pytest
@@ -260,9 +261,57 @@ def test_moments_that_no_parameter_of_the_optimizer_takes_are_an_error_and_nothi
                 | {f"other.{k}": v for k, v in model["other"].state_dict().items()}}, path / "weights.pth")  # fmt: skip
     optimizer = torch.optim.AdamW(model["other"].parameters())
     manager = CheckpointManager(model=model, optimizer=optimizer, storage=tmp_path / "run")
-    with pytest.raises(errors.StateMismatch):
+    with pytest.raises(errors.StateMismatch, match="would start without any"):
         manager.resume(checkpoint=path)
     assert not optimizer.state and identical(dict(parts.model.state_dict()), before)
+
+
+class Forgetful(torch.optim.AdamW):
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.state.clear()
+
+
+@pytest.mark.parametrize("now, said", [("first", "holds none"), ("second", "would start without any")])
+def test_an_optimizer_of_a_run_of_ours_that_would_lose_all_moments_is_an_error_too(tmp_path, now, said):
+    model = torch.nn.ModuleDict({"first": torch.nn.Linear(1, 1), "second": torch.nn.Linear(1, 1)})
+
+    def manager(name):
+        optimizer = Forgetful(model[name].parameters())
+        return CheckpointManager(model=model, optimizer=optimizer, storage=tmp_path), optimizer
+
+    saving, optimizer = manager("first")
+    saving.resume()
+    model["first"](torch.ones(1)).sum().backward()
+    optimizer.step()
+    saving.step()
+    saving.save()
+    with pytest.raises(errors.StateMismatch, match=said):
+        manager(now)[0].resume()
+
+
+def test_streams_of_the_devices_of_a_node_go_to_the_rank_of_each(tmp_path):
+    job = Pimm(1)
+    job.train(1)
+    payload = payload_of(job)
+    states = [torch.full((16,), device, dtype=torch.uint8) for device in range(2)]
+    payload["rng"]["state"]["states"] = [payload["rng"]["state"]["states"][0] | {"torch_cuda": states}] * 4
+    payload["trainer"]["best_metric_value"] = -float("inf")
+    adopted = pimm_read.adopt(payload, "x", pimm_read.Present())
+    assert [own["rng"]["cuda"][0].item() for own in adopted.ranks] == [0, 1, 0, 1]
+    assert adopted.head["trainer"]["best_metric_value"] is None
+
+
+def test_names_that_lead_out_of_an_archive_are_never_followed(tmp_path):
+    job = Pimm(1, save_file(tmp_path / "in" / "model_last.pth"))
+    (tmp_path / "in").mkdir()
+    job.train(1)
+    with zipfile.ZipFile(tmp_path / "in" / "model_last.pth", "a") as archive:
+        for name in ("../evil", "/tmp/../evil", "model_last/../../evil", "a\\..\\evil"):
+            archive.writestr(name, "x")
+    with pytest.raises(errors.CorruptCheckpoint, match="evil"):
+        Ours(tmp_path / "run", tmp_path / "in" / "model_last.pth")
+    assert not list(tmp_path.rglob("*evil*"))
 
 
 class Plant:

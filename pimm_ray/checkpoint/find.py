@@ -120,7 +120,8 @@ def open_manifest(store: Store) -> tuple[CheckpointInfo, Manifest]:
         if what := pickled(store):
             raise UnsafeCheckpoint(
                 f"{store.path} is {what}, not a checkpoint of pimm_ray, and reading it could run code: give a "
-                "checkpoint folder of a run, or load its weights in the loop by torch.load(weights_only=True)"
+                "checkpoint folder of a run (of one of pimm, `pimm-ray convert` makes one), or load its weights in the "
+                "loop by torch.load(weights_only=True)"
             ) from None
         if not isinstance(error, FileNotFoundError):
             raise

@@ -6,7 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ OURS = "pimm_ray"
 """The key under which we add to a payload of pimm what it has no place for."""
 UNTOLD = "untold"
 """The `order_id` of a loader whose position is known, but not its data and order (see `elastic.plan`)."""
+_STATE = ("model", "optimizers", "schedulers", "scaler", "ema", "extra", "versions")
 _WRAPPERS = ("module.", "_orig_mod.")
 _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 _NOT_LEARNED = ("running_mean", "running_var", "num_batches_tracked")
@@ -51,7 +52,7 @@ class Present:
 
 @dataclass(frozen=True, kw_only=True)
 class Adopted:
-    """A checkpoint of pimm in our form.
+    """A whole checkpoint in our form, in memory.
 
     Args:
         head: entries of `state.json` beside the state itself.
@@ -63,6 +64,13 @@ class Adopted:
     snapshot: Snapshot
     ranks: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of(document: dict[str, Any], snapshot: Snapshot, ranks: list[dict[str, Any]]) -> Adopted:
+        """A checkpoint of ours, with `state.json` taken apart."""
+        state = {key: document[key] for key in _STATE if key in document}
+        head = {key: value for key, value in document.items() if key not in (*_STATE, "schema", "version", "id")}
+        return Adopted(head=head, snapshot=replace(snapshot, document=state), ranks=ranks)
 
     @property
     def document(self) -> dict[str, Any]:
@@ -97,8 +105,12 @@ def adopt(payload: dict[str, Any], path: str, present: Present, *, allow_pickle:
             missing=["trainer"],
         )
     try:
-        snapshot = _snapshot(payload, path, present)
-        adopted = _own(payload, snapshot) or _foreign(payload, snapshot, path, present, allow_pickle)
+        ours = _ours(payload)
+        snapshot = _snapshot({**payload, **ours.get("payload", {})}, path, present)
+        if ours:
+            adopted = Adopted(head=ours["head"], snapshot=snapshot, ranks=ours["ranks"])
+        else:
+            adopted = _foreign(payload, snapshot, path, present, allow_pickle)
         check_head({"id": "", **adopted.document})
         for own in adopted.ranks:
             check_rank(own, len(adopted.ranks))
@@ -111,13 +123,12 @@ def adopt(payload: dict[str, Any], path: str, present: Present, *, allow_pickle:
     return adopted
 
 
-def _own(payload: dict[str, Any], snapshot: Snapshot) -> Adopted | None:
-    """Counters, positions and streams of a checkpoint that came from us: nothing of them is lost on the way."""
+def _ours(payload: dict[str, Any]) -> dict[str, Any]:
+    """What we added to a checkpoint that went from us to pimm's format: nothing of this is lost on the way."""
     if OURS not in payload:
-        return None
+        return {}
     held = payload[OURS]
-    document = decode(parse_json(held["document"]), held["tensors"], OURS)
-    return Adopted(head=document["head"], snapshot=snapshot, ranks=document["ranks"])
+    return dict(decode(parse_json(held["document"]), held.get("tensors") or {}, OURS))
 
 
 def _foreign(payload: dict[str, Any], snapshot: Snapshot, path: str, present: Present, allow_pickle: bool) -> Adopted:
@@ -130,7 +141,7 @@ def _foreign(payload: dict[str, Any], snapshot: Snapshot, path: str, present: Pr
         notes.append("saved by an older pimm, without random streams, batch size and samples seen")
     loader = payload.get("dataloader") or {}
     streams = _by_rank((payload.get("rng") or {}).get("state") or trainer.get("rng_state") or payload.get("rng_state"))
-    world = len(streams) or loader.get("world_size") or present.world_size
+    world = len(streams) or present.world_size
     epoch, inside = int(trainer["epoch"]), int(trainer.get("iter_in_epoch", trainer.get("iteration", 0)))
     cursors = _by_rank(loader.get("state") or trainer.get("dataloader_state")) if inside else []
     positions = [_position(cursor, path, allow_pickle) for cursor in cursors]
@@ -151,7 +162,7 @@ def _foreign(payload: dict[str, Any], snapshot: Snapshot, path: str, present: Pr
         "share": None,
     }
     best = trainer.get("best_metric_value", payload.get("best_metric_value"))
-    best = None if best is None or math.isinf(best) else float(best)
+    best = None if best is None or float(best) == -math.inf else float(best)  # -inf: none yet
     counts = {
         "epoch": epoch,
         "iter_in_epoch": inside,
@@ -331,7 +342,7 @@ def _optimizers(
     held: Any, weights: Mapping[str, torch.Tensor], path: str, present: Present, tensors: dict[str, torch.Tensor]
 ) -> list[dict[str, Any]]:
     state, kind = _state_and_class(held)
-    if state is None:
+    if not state or not state["param_groups"]:
         return []
     groups, states = [dict(group) for group in state["param_groups"]], state.get("state") or {}
     members: list[list[Any]] = [group.pop("params") for group in groups]
