@@ -16,6 +16,7 @@ __all__ = [
     "RunInUse",
     "StateMismatch",
     "StorageError",
+    "TrackerError",
     "UnsafeCheckpoint",
     "UnstorableState",
     "WeightsError",
@@ -83,6 +84,10 @@ class StorageError(PimmRayError, OSError):
     """Reading or writing the storage failed. `.file` is the checkpoint's file, where that is known."""
 
     file: str = ""
+
+
+class TrackerError(PimmRayError, ValueError):
+    """A tracker cannot go on with its run before a setting is given, which the message names."""
 
 
 class RunInUse(PimmRayError, RuntimeError):
