@@ -83,14 +83,10 @@ def crash_and_resume(make: Any, checkpoint: Path, ends: str = "killed") -> list[
 
 def offline_runs(folder: Path) -> list[tuple[str, list[tuple[int, int]]]]:
     """Of each start, in order: the run's id and its (step, loss) as written to disk."""
-    from wandb.proto import wandb_internal_pb2
-
     found = []
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
         rows = []
-        for raw in log_records(file.read_bytes()):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(raw)
+        for record in wandb_records(file):
             if record.WhichOneof("record_type") == "history":
                 row = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
                 rows.append((row[STEP], row["loss"]))
@@ -98,9 +94,11 @@ def offline_runs(folder: Path) -> list[tuple[str, list[tuple[int, int]]]]:
     return found
 
 
-def log_records(data: bytes) -> Iterator[bytes]:
-    """The format of LevelDB's log, after a header of 7 bytes."""
-    at, held = 7, b""
+def wandb_records(file: Path) -> Iterator[Any]:
+    """In the format of LevelDB's log, after a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, held = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:
             at += left
@@ -109,7 +107,9 @@ def log_records(data: bytes) -> Iterator[bytes]:
         held += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):
-            yield held
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(held)
+            yield record
             held = b""
 
 
@@ -146,6 +146,13 @@ def test_the_state_is_small_plain_and_says_which_run_it_is(tmp_path):
     assert len(text) < 5000 and state.pop("run_id")
     assert [point[STEP] for _, point in state.pop("recent")] == [*range(337, 401)]
     assert state == {"entity": "", "project": "p", "group": "g", "name": "first", "job_type": "train", "step": 400}
+
+
+def test_all_charts_have_our_steps_as_their_x_axis(tmp_path):
+    run_ranks(1, attempt, offline, tmp_path / "state", range(1, 3), 2, "finishes", group=False)
+    [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    axes = [record.metric for record in wandb_records(file) if record.WhichOneof("record_type") == "metric"]
+    assert [(axis.name or axis.glob_name, axis.step_metric) for axis in axes] == [(STEP, ""), ("*", STEP)]
 
 
 def test_with_history_new_each_start_is_a_run_of_its_own(tmp_path):
