@@ -148,6 +148,14 @@ def test_the_state_is_small_plain_and_says_which_run_it_is(tmp_path):
     assert state == {"entity": "", "project": "p", "group": "g", "name": "first", "job_type": "train", "step": 400}
 
 
+def test_a_start_with_wandb_disabled_does_not_lose_the_run(tmp_path):
+    checkpoint = tmp_path / "state"
+    run_ranks(1, attempt, offline, checkpoint, range(1, 4), 3, "finishes", group=False)
+    before = checkpoint.read_text()
+    run_ranks(1, attempt, lambda: WandbTracker(mode="disabled"), checkpoint, range(4, 6), 5, "finishes", group=False)
+    assert checkpoint.read_text() == before
+
+
 def test_all_charts_have_our_steps_as_their_x_axis(tmp_path):
     run_ranks(1, attempt, offline, tmp_path / "state", range(1, 3), 2, "finishes", group=False)
     [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
@@ -309,7 +317,7 @@ def asked(monkeypatch) -> list[dict[str, Any]]:
         calls.append(arguments)
         names = ("entity", "project", "group", "name", "job_type")
         seen = {key: arguments.get(key) for key in names} | {"id": arguments.get("id") or "fresh", "starting_step": 0}
-        return types.SimpleNamespace(define_metric=lambda *_, **__: None, **seen)
+        return types.SimpleNamespace(define_metric=lambda *_, **__: None, disabled=False, **seen)
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     return calls

@@ -181,6 +181,7 @@ class WandbTracker:
             raise TypeError(f"WandbTracker({taken.pop()}=): the checkpoint decides that; history='new' begins anew")
         self._init = {"project": project, "entity": entity, **init}
         self._history = history
+        self._before: dict[str, Any] = {}
         self._step = self._count = 0
         self._recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=64)
         """Points by wandb's own number of them."""
@@ -194,7 +195,8 @@ class WandbTracker:
             TrackerError: there is a run to go on with, and nothing says in which project or entity it is.
         """
         wandb = importlib.import_module("wandb")
-        saved = _saved_run(state or {}) if self._history == "continue" else {}
+        self._before = state or {}
+        saved = _saved_run(self._before) if self._history == "continue" else {}
         run_id = saved.pop("run_id", None)
         self._step = saved.pop("step", 0)
         init = {**self._init, "resume": "allow"}
@@ -216,7 +218,7 @@ class WandbTracker:
         self.run.define_metric(_STEP)
         self.run.define_metric("*", step_metric=_STEP)
         self._count = arrived = self.run.starting_step
-        for number, point in (state or {}).get("recent", ()) if run_id is not None else ():
+        for number, point in self._before.get("recent", ()) if run_id is not None else ():
             if number >= arrived:
                 self._put(point)
 
@@ -227,6 +229,8 @@ class WandbTracker:
     def state_dict(self) -> dict[str, Any]:
         """As `Tracker.state_dict`: which run it is. No key or token."""
         run = self.run
+        if run.disabled:
+            return self._before
         found = [run.id, run.entity, run.project, run.group, run.name, run.job_type]
         own = {"step": max(self._count, self._step), "recent": [list(point) for point in self._recent]}
         return {**dict(zip(_IDENTITY, found, strict=True)), **own}
