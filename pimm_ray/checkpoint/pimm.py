@@ -8,6 +8,8 @@ from typing import Any
 import pyarrow.fs as pafs
 
 from pimm_ray.checkpoint.documents import short
+from pimm_ray.checkpoint.find import candidates
+from pimm_ray.checkpoint.layout import CheckpointName
 from pimm_ray.checkpoint.legacy import METADATA, load_dcp, load_file, pickled
 from pimm_ray.checkpoint.store import Store
 from pimm_ray.errors import CorruptCheckpoint, IncompleteCheckpoint
@@ -33,6 +35,8 @@ def locate(store: Store) -> Store | None:
     """
     if _is_file(store):
         return store if pickled(store) else None
+    if _is_ours(store):
+        return None
     if _is_checkpoint(store):
         if missing := _missing(store):
             raise IncompleteCheckpoint(f"{store.path} holds no {missing}: its save never finished. Use another")
@@ -88,6 +92,13 @@ def size_of(store: Store) -> int:
 
 def _is_file(store: Store) -> bool:
     return bool(store.filesystem.get_file_info(store.path).type == pafs.FileType.File)
+
+
+def _is_ours(store: Store) -> bool:
+    """Whether it is a checkpoint or a run of ours: whatever else lies in it is then not looked at."""
+    if CheckpointName.parse(store.path.rsplit("/", 1)[-1]) or candidates(store):
+        return True
+    return store.exists(MARKER) and store.peek(MARKER, 1)[0] == b"{"
 
 
 def _is_checkpoint(store: Store) -> bool:
