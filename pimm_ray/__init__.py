@@ -11,6 +11,7 @@ from pimm_ray.elastic.loader import ElasticLoader
 from pimm_ray.elastic.plan import ElasticPolicy, Position, ResumePlan, RunShape, plan_resume
 from pimm_ray.elastic.stream import ElasticStream
 from pimm_ray.manager import CheckpointManager
+from pimm_ray.observe.loggers import TensorBoardTracker, Tracker, WandbTracker
 from pimm_ray.policy import KeepPolicy, SavePolicy
 from pimm_ray.progress import TrainState
 
@@ -30,8 +31,11 @@ __all__ = [
     "ResumePlan",
     "RunShape",
     "SavePolicy",
+    "TensorBoardTracker",
     "TorchTrainer",
+    "Tracker",
     "TrainState",
+    "WandbTracker",
     "errors",
     "find_checkpoint",
     "open_checkpoint",

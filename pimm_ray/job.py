@@ -15,6 +15,7 @@ from pimm_ray.checkpoint.state import Objects, collect
 from pimm_ray.elastic.plan import ElasticPolicy
 from pimm_ray.errors import DataChanged
 from pimm_ray.feed import Feed
+from pimm_ray.observe.loggers import Trackers
 from pimm_ray.pace import Pace
 from pimm_ray.policy import KeepPolicy
 from pimm_ray.progress import Progress
@@ -34,6 +35,7 @@ class Job:
     pace: Pace
     keep: KeepPolicy
     elastic: ElasticPolicy
+    trackers: Trackers
     progress: Progress = field(default_factory=Progress)
     seed: int = 0
     generation: int = 0
@@ -82,7 +84,7 @@ class Job:
                 "drops": progress.drops if within else 0,
                 **self.pace.saved(),
                 "seed": self.seed,
-                "loggers": {},
+                "loggers": self.trackers.state_dict(),
                 "warm_start": None,
             }
 

@@ -16,14 +16,15 @@ from pimm_ray.elastic.plan import ElasticPolicy, ResumePlan
 from pimm_ray.errors import PimmRayError
 from pimm_ray.feed import Feed
 from pimm_ray.job import Job
+from pimm_ray.observe.loggers import Tracker, Trackers
 from pimm_ray.pace import Pace
 from pimm_ray.policy import KeepPolicy, SavePolicy
 from pimm_ray.preemption import Preemption
 from pimm_ray.progress import Progress, TrainState
 from pimm_ray.restoring import restore
-from pimm_ray.resuming import choose
+from pimm_ray.resuming import Choice, choose
 from pimm_ray.runtime.base import make_runtime
-from pimm_ray.saving import Saver, check_metrics
+from pimm_ray.saving import Saver, check_metrics, over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +47,16 @@ class CheckpointManager:
         ema: averaged weights: a module (`torch.optim.swa_utils.AveragedModel`) or anything with state_dict().
         extra: more state by name: objects with state_dict() and load_state_dict(), or dicts and lists of plain data,
             which are restored in place.
+        loggers: trackers such as `WandbTracker` and `TensorBoardTracker`; rank 0's are started by `resume()` and go on
+            with the run of the checkpoint. They get the metrics of every `log_every`-th step and of each `save()`.
+        log_every: steps from one reading of the metrics of `step()` to the next: it waits for the device.
         save, keep, elastic: when to save, what to keep, what to do when the run comes back changed.
         storage: the run folder, a path or URI; outside Ray only (Ray's RunConfig says it there).
         seed: for the random streams of ranks that a resume adds. None draws one and keeps it.
 
     Raises:
         PimmRayError: no run folder, or a distributed launch without an initialised process group.
+        ValueError: `log_every` below 1, or two loggers of one name.
         TypeError: an `extra` that cannot be restored in place, or a loader inside Ray's `prepare_data_loader`.
         WorldSizeError: an `ElasticLoader` that was made before `torch.distributed` was initialised.
 
@@ -78,6 +83,8 @@ class CheckpointManager:
         loader: Iterable[Any] | None = None,
         ema: Any = None,
         extra: Mapping[str, Any] | None = None,
+        loggers: Iterable[Tracker] = (),
+        log_every: int = 10,
         save: SavePolicy = _DEFAULT_SAVE,
         keep: KeepPolicy = _DEFAULT_KEEP,
         elastic: ElasticPolicy = _DEFAULT_ELASTIC,
@@ -90,6 +97,8 @@ class CheckpointManager:
                     f"extra[{name!r}] is a {type(value).__name__}, which cannot be restored in place: give a dict "
                     "or list of plain data, or an object with state_dict() and load_state_dict()"
                 )
+        if log_every < 1:
+            raise ValueError(f"log_every={log_every}: use a number of steps, 1 or more")
         objects = Objects(
             model=model,
             optimizers=_as_list(optimizer),
@@ -115,7 +124,9 @@ class CheckpointManager:
             pace=Pace(objects, self._feed, elastic),
             keep=keep,
             elastic=elastic,
+            trackers=Trackers(loggers, live=self._runtime.rank == 0),
         )
+        self._log_every, self._logs = log_every, False
         self._saver: Saver | None = None
         self._preemption: Preemption | None = None
         self._iteration: object | None = None
@@ -154,6 +165,7 @@ class CheckpointManager:
             CheckpointNotFound, IncompleteCheckpoint, CorruptCheckpoint: the given checkpoint is not good.
             WorldSizeError, DataChanged: `ElasticPolicy(cursor="fail")` forbids what would be needed.
             RunInUse: another live job writes into this run folder.
+            TrackerError: a tracker cannot go on with its run before a setting is given.
             StorageError: some rank cannot write into the run folder, or it has no room for one checkpoint.
             RankMissing: a rank did not come.
         """
@@ -171,6 +183,7 @@ class CheckpointManager:
             plan = ResumePlan(source="fresh", notes=("nothing to resume from", *choice.notes), exact=True)
         else:
             plan = restore(self._job, choice, warmup, self._given_seed)
+        self._logs = self._start_trackers(choice)
         runtime.follow(self._progress)
         self._saver = Saver(runtime, self._job.keep, choice)
         if self._save_policy.on_preemption:
@@ -243,6 +256,8 @@ class CheckpointManager:
             )
         self._feed.commit()
         self._progress.commit()
+        if self._progress.step % self._log_every == 0:
+            self._log(self._metrics)
         signal = self._runtime.collect_signal()
         policy = self._save_policy
         if self._asked is None:
@@ -282,7 +297,7 @@ class CheckpointManager:
 
         Args:
             reason: one word for the checkpoint's `reason`.
-            metrics: of this rank; averaged over ranks, used by `KeepPolicy(metric=...)` and sent to Ray.
+            metrics: of this rank; averaged over ranks, logged, used by `KeepPolicy(metric=...)` and sent to Ray.
 
         Returns:
             The new checkpoint. None inside a window, where the save waits for the window's `step()`, and for a save
@@ -296,6 +311,7 @@ class CheckpointManager:
         if not isinstance(reason, str):
             raise TypeError(f"save(reason={reason!r}): use a string")
         checked = check_metrics(metrics or {})
+        self._log(checked)
         if self._progress.open_batches:
             self._asked = (reason, {**(self._asked[1] if self._asked else {}), **checked})
             return None
@@ -313,6 +329,8 @@ class CheckpointManager:
         self._require_resume()
         if self._iteration is not None:
             self._end_epoch()
+        if self._progress.step % self._log_every:
+            self._log(self._metrics)
         self._save_if_asked()
         saver = self._checked_saver
         if self._has_news and (self._save_policy.at_end or saver.failed):
@@ -322,6 +340,7 @@ class CheckpointManager:
         self._runtime.release()
         if self._preemption:
             self._preemption.close()
+        self._job.trackers.finish()
 
     @property
     def failed_saves(self) -> int:
@@ -337,6 +356,21 @@ class CheckpointManager:
 
     def _require_resume(self) -> None:
         _ = self._checked_saver
+
+    def _start_trackers(self, choice: Choice) -> bool:
+        """Rank 0's, and tell the others whether it has any."""
+        trackers, contents = self._job.trackers, choice.contents
+
+        def start(_: Any) -> bool:
+            trackers.start(contents.document["loggers"] if contents else {}, step=self._progress.step)
+            return bool(trackers)
+
+        return bool(self._runtime.exchange("resume: start the loggers", None, start))
+
+    def _log(self, metrics: Mapping[str, Any]) -> None:
+        if self._logs:
+            step = self._progress.step
+            self._job.trackers.log(over_ranks(self._runtime, f"log step {step}", metrics), step)
 
     def _end_epoch(self) -> None:
         self._iteration = None

@@ -223,8 +223,7 @@ class Saver:
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Tell of the oldest unreported checkpoint, else of metrics alone."""
-        own = plain_metrics(metrics)
-        merged = merge_metrics(self._runtime.gather("report metrics", own)) if own else {}
+        merged = over_ranks(self._runtime, "report metrics", metrics)
         info, held = self._unreported.pop(0) if self._unreported else (None, {})
         if info is not None or merged:
             self._runtime.report({**merged, **held}, info)
@@ -281,6 +280,11 @@ def check_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v if isinstance(v, str | int | float) else v.item() for k, v in check_metrics(metrics).items()}
+
+
+def over_ranks(runtime: Runtime, what: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Every rank's metrics, merged. Who calls it: every rank, also one that has none."""
+    return merge_metrics(runtime.gather(what, plain_metrics(metrics)))
 
 
 def merge_metrics(by_rank: list[dict[str, Any]]) -> dict[str, Any]:

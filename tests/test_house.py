@@ -27,7 +27,8 @@ PURE = [
 ]  # fmt: skip
 PUBLIC = [
     "CheckpointInfo", "CheckpointManager", "ElasticLoader", "ElasticPolicy", "ElasticStream", "KeepPolicy", "Position",
-    "Problem", "ResumePlan", "RunShape", "SavePolicy", "TorchTrainer", "TrainState", "errors", "find_checkpoint",
+    "Problem", "ResumePlan", "RunShape", "SavePolicy", "TensorBoardTracker", "TorchTrainer", "Tracker", "TrainState",
+    "WandbTracker", "errors", "find_checkpoint",
     "open_checkpoint",
     "plan_resume", "testing", "verify_checkpoint",
 ]  # fmt: skip

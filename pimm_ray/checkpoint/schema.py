@@ -14,6 +14,7 @@ from pimm_ray.checkpoint.documents import (
     LARGEST,
     Form,
     by_name,
+    is_anything,
     is_count,
     is_finite,
     is_number,
@@ -26,11 +27,6 @@ from pimm_ray.checkpoint.documents import (
 )
 from pimm_ray.checkpoint.layout import STATE
 from pimm_ray.errors import CorruptCheckpoint
-
-
-def _is_any(value: Any) -> bool:
-    """It must be there."""
-    return True
 
 
 def _is_few(value: Any) -> bool:
@@ -69,23 +65,30 @@ _HEAD: Form = {
     "replayed": is_count,
     "schedule_lag": lambda value: is_whole(value) and is_count(abs(value)),
     "seed": is_whole,
+    "loggers": by_name(is_anything),
 }
 _STATE: Form = {
-    "model": {"aliases": by_name(is_text), "extra_state": by_name(_is_any)},
+    "model": {"aliases": by_name(is_text), "extra_state": by_name(is_anything)},
     "optimizers": [
         {
             "class": is_text,
             "groups": [{"params": [is_text]}],
-            "state": by_name(_is_any),
-            "global": _is_any,
+            "state": by_name(is_anything),
+            "global": is_anything,
         }
     ],
-    "schedulers": [{"class": is_text, "state": _is_any}],
-    "scaler": _is_any,
-    "ema": _is_any,
-    "extra": by_name(_is_any),
+    "schedulers": [{"class": is_text, "state": is_anything}],
+    "scaler": is_anything,
+    "ema": is_anything,
+    "extra": by_name(is_anything),
 }
-_RANK: Form = {"rng": _is_any, "epoch_rng": _is_any, "loader": _is_any, "batches": is_count, "shape": _SHAPE}
+_RANK: Form = {
+    "rng": is_anything,
+    "epoch_rng": is_anything,
+    "loader": is_anything,
+    "batches": is_count,
+    "shape": _SHAPE,
+}
 _COUNTS: Form = {"epoch": is_count, "samples": is_count, "restarts": _is_few}
 _LOADERS: dict[str, Form] = {
     "pimm_ray.elastic": {"order": is_text, "seed": is_whole, "length": is_count, **_COUNTS},
@@ -189,8 +192,8 @@ def _is_plain_number(*values: Any) -> bool:
 def _check_streams(state: Any, key: str) -> None:
     """Try a state of random streams on generators that nobody uses."""
     tensor_or_none = optional(lambda value: isinstance(value, torch.Tensor) and value.dtype == torch.uint8)
-    require(state, {"python": _is_any, "numpy": _is_any, "cuda": tensor_or_none}, key)
-    require(state, {"torch": _is_any, "generators": by_name(tensor_or_none)}, key)
+    require(state, {"python": is_anything, "numpy": is_anything, "cuda": tensor_or_none}, key)
+    require(state, {"torch": is_anything, "generators": by_name(tensor_or_none)}, key)
     try:
         random.Random().setstate(state["python"])
         kind = type(np.random.get_bit_generator())  # type: ignore[attr-defined]

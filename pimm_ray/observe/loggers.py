@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import re
@@ -131,7 +132,7 @@ class Trackers:
         """By name, for the checkpoint. Of a tracker that does not run: what it had before."""
         for name, tracker in self._running.items():
             try:
-                self._states[name] = tracker.state_dict()
+                self._states[name] = json.loads(json.dumps(tracker.state_dict(), allow_nan=False))
             except Exception as error:
                 logger.warning("tracker %s: state_dict() failed: %s: %s", name, type(error).__name__, error)
         return dict(self._states)
