@@ -289,3 +289,50 @@ def test_a_write_that_does_not_end_is_ended_by_our_own_limit_which_names_the_sav
         (kind, ranks, text), seconds = outcome.value
         assert (kind, ranks) == ("RankMissing", [1]) and seconds < 4
         assert "commit of the save at step 0: rank 1 did not come within 1.5 s" in text
+
+
+def slow(rank, seconds):
+    module._HEARTBEAT = 0.2
+    ranks = Ranks(timeout=1)
+
+    def work():
+        time.sleep(seconds[rank])
+        return rank
+
+    return ranks.patiently("download", work)
+
+
+def test_work_may_take_longer_than_the_limit_on_any_rank():
+    assert run_ranks(3, slow, [0, 3, 1]) == [0, 1, 2]
+
+
+def fails_meanwhile(rank, who):
+    module._HEARTBEAT = 0.2
+    ranks = Ranks(timeout=5)
+
+    def work():
+        if rank == who:
+            raise CorruptCheckpoint("cut short", file="model.safetensors")
+        time.sleep(60)
+
+    started = time.monotonic()
+    error = error_of(ranks.patiently, "download", work)
+    return type(error), error.file, time.monotonic() - started < 10, ranks.gather("after", rank)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_no_rank_waits_for_the_rest_of_work_that_has_failed_on_one(who):
+    assert run_ranks(2, fails_meanwhile, who) == [(CorruptCheckpoint, "model.safetensors", True, [0, 1])] * 2
+
+
+def dies_meanwhile(rank):
+    module._HEARTBEAT = 0.2
+    ranks = Ranks(timeout=60)
+    if rank == 1:
+        die()
+    return error_of(ranks.patiently, "download", lambda: time.sleep(60)).ranks
+
+
+def test_a_rank_that_dies_meanwhile_is_named_at_once():
+    survivor, dead = try_ranks(2, dies_meanwhile, timeout=30)
+    assert survivor.value == [1] and dead.killed

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,6 +22,7 @@ T = TypeVar("T")
 _FRAME = 4096
 _TAG, _SIGNAL = 7, 8
 _GRACE = 10.0
+_HEARTBEAT = 1.0
 
 
 class Ranks:
@@ -129,6 +132,28 @@ class Ranks:
         results: list[T] = []
         self.agree(what, lambda: results.append(work()))
         return results[0]
+
+    def patiently(self, what: str, work: Callable[[], T]) -> T:
+        """As `each`, for work of any length: meanwhile the ranks tell each other every second that they are there.
+
+        `work` runs in a thread of its own. Where it fails, no rank waits for what others still do.
+        """
+        own: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                own.set_result(work())
+            except BaseException as error:
+                own.set_exception(error)
+
+        threading.Thread(target=run, name=what, daemon=True).start()
+        while True:
+            wait([own], timeout=_HEARTBEAT)
+            told = self.gather(what, [own.done(), own.done() and own.exception() is not None])
+            if any(failed for _, failed in told):
+                self.agree(what, lambda: own.result() if own.done() else None, lambda _: None)
+            if all(done for done, _ in told):
+                return own.result()
 
     def signal(self, value: int) -> None:
         """Start sending rank 0's small int to all; collected by `collect_signal` one step later, so nobody waits."""
