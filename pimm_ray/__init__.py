@@ -14,6 +14,7 @@ from pimm_ray.manager import CheckpointManager
 from pimm_ray.observe.loggers import TensorBoardTracker, Tracker, WandbTracker
 from pimm_ray.policy import KeepPolicy, SavePolicy
 from pimm_ray.progress import TrainState
+from pimm_ray.weights.load import LoadReport, load_weights
 
 if TYPE_CHECKING:
     from pimm_ray import testing
@@ -26,6 +27,7 @@ __all__ = [
     "ElasticPolicy",
     "ElasticStream",
     "KeepPolicy",
+    "LoadReport",
     "Position",
     "Problem",
     "ResumePlan",
@@ -38,6 +40,7 @@ __all__ = [
     "WandbTracker",
     "errors",
     "find_checkpoint",
+    "load_weights",
     "open_checkpoint",
     "plan_resume",
     "testing",

@@ -106,8 +106,8 @@ class DataChanged(PimmRayError, ValueError):
     """The data set or its loader changed and the policy says to fail."""
 
 
-class WeightsError(PimmRayError):
-    """A weights file cannot be used."""
+class WeightsError(PimmRayError, ValueError):
+    """An address or file of weights cannot be used, or nothing in it fits the model."""
 
 
 class RankMissing(PimmRayError, TimeoutError):

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
 
 from pimm_ray.checkpoint.documents import is_count, is_text, short
 from pimm_ray.checkpoint.shards import Slot, fill_exactly, is_possible
-from pimm_ray.checkpoint.store import Store
+from pimm_ray.checkpoint.store import LocalStore, Store
 from pimm_ray.errors import CorruptCheckpoint, UnsafeCheckpoint
 
 METADATA = ".metadata"
@@ -56,11 +56,12 @@ def pickled(store: Store) -> str | None:
     return f"a folder of pickles ({', '.join(sorted(names))})" if names else None
 
 
-def load_file(store: Store, name: str, *, allow_pickle: bool = False) -> Any:
+def load_file(store: Store, name: str, *, allow_pickle: bool = False, mapped: bool = False) -> Any:
     """What `torch.save` wrote: tensors on the CPU, numpy arrays and plain data.
 
     Args:
         allow_pickle: read it by pickle, which runs whatever code the file holds: only for a file that you trust.
+        mapped: tensors are views of the file where it is a local one of today's kind; only to be read.
 
     Raises:
         FileNotFoundError: there is none.
@@ -68,6 +69,8 @@ def load_file(store: Store, name: str, *, allow_pickle: bool = False) -> Any:
         CorruptCheckpoint: it cannot be read.
     """
     path = store.full(name)
+    if mapped and isinstance(store, LocalStore) and store.peek(name, 4)[0] == b"PK\x03\x04":
+        return _load(store.real(name), path, name, allow_pickle, mmap=True)
     with store.filesystem.open_input_file(path) as file:
         return _load(io.BufferedReader(file), path, name, allow_pickle)
 
@@ -160,12 +163,12 @@ def save_dcp(value: dict[str, Any], path: str) -> None:
 _WAY_OUT = "Only if you trust whoever wrote it: allow_pickle=True reads it, and runs whatever code it holds"
 
 
-def _load(file: BinaryIO, path: str, name: str, allow_pickle: bool) -> Any:
+def _load(file: BinaryIO | str, path: str, name: str, allow_pickle: bool, *, mmap: bool = False) -> Any:
     if allow_pickle:
         return torch.load(file, weights_only=False, map_location="cpu")
     try:
         with torch.serialization.safe_globals(_NUMPY):
-            return torch.load(file, weights_only=True, map_location="cpu")
+            return torch.load(file, weights_only=True, map_location="cpu", mmap=mmap)
     except Exception as error:
         if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
             named = re.search(r"GLOBAL (\S+)", str(error))
