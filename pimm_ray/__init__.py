@@ -14,6 +14,7 @@ from pimm_ray.manager import CheckpointManager
 from pimm_ray.observe.loggers import TensorBoardTracker, Tracker, WandbTracker
 from pimm_ray.policy import KeepPolicy, SavePolicy
 from pimm_ray.progress import TrainState
+from pimm_ray.warm_start import WarmStart
 from pimm_ray.weights.load import LoadReport, load_weights
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ __all__ = [
     "Tracker",
     "TrainState",
     "WandbTracker",
+    "WarmStart",
     "errors",
     "find_checkpoint",
     "load_weights",

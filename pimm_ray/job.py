@@ -36,6 +36,8 @@ class Job:
     keep: KeepPolicy
     elastic: ElasticPolicy
     trackers: Trackers
+    warm_start: dict[str, str | None] | None = None
+    """Source and commit of the weights that the run began with."""
     progress: Progress = field(default_factory=Progress)
     seed: int = 0
     generation: int = 0
@@ -85,7 +87,7 @@ class Job:
                 **self.pace.saved(),
                 "seed": self.seed,
                 "loggers": self.trackers.state_dict(),
-                "warm_start": None,
+                "warm_start": self.warm_start,
             }
 
         counts = {"epoch": progress.own_epoch_samples, "total": progress.own_total_samples}

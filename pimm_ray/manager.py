@@ -25,6 +25,7 @@ from pimm_ray.restoring import restore
 from pimm_ray.resuming import Choice, choose
 from pimm_ray.runtime.base import make_runtime
 from pimm_ray.saving import Saver, check_metrics, over_ranks
+from pimm_ray.warm_start import WarmStart, begin
 
 logger = logging.getLogger(__name__)
 
@@ -146,13 +147,22 @@ class CheckpointManager:
         ranks = 1 if self._feed.cursor.global_position else self._runtime.world_size
         return self._progress.state(self._progress.own_total_samples * ranks)
 
-    def resume(self, *, checkpoint: Any = None, warmup: Callable[[], Any] | None = None) -> ResumePlan:
-        """Restore the newest good checkpoint of this run, else `checkpoint`, else start fresh. Every rank, once.
+    def resume(
+        self,
+        *,
+        checkpoint: Any = None,
+        warm_start: WarmStart | None = None,
+        warmup: Callable[[], Any] | None = None,
+    ) -> ResumePlan:
+        """Restore the newest good checkpoint of this run, else `checkpoint`; else begin, with the weights of
+        `warm_start` if there are any. Every rank, once.
 
         Args:
             checkpoint: a path, URI or `ray.train.Checkpoint` for a run that has none of its own: of pimm_ray, or of
                 pimm (`model/last`, `model_last.pth`, or the folder of its run). Under Ray, what
                 `TorchTrainer(resume_from_checkpoint=...)` was given is used when this is None.
+            warm_start: weights for the model of a run that begins; nothing else is taken from there. With anything to
+                resume it is not even looked at.
             warmup: runs one forward and backward pass of the model. Called before the state is loaded; all traces of it
                 are overwritten. DDP on 3 or more ranks needs it to resume bit for bit: it lays out its buckets anew
                 after its first backward pass.
@@ -162,13 +172,17 @@ class CheckpointManager:
 
         Raises:
             StateMismatch: the checkpoint does not fit the objects; nothing was changed.
-            CheckpointNotFound, IncompleteCheckpoint, CorruptCheckpoint: the given checkpoint is not good.
+            CheckpointNotFound, IncompleteCheckpoint, CorruptCheckpoint: the given checkpoint, or the warm start that is
+                needed, is not good.
+            WeightsError: nothing in the warm start fits, or its address cannot be used.
             WorldSizeError, DataChanged: `ElasticPolicy(cursor="fail")` forbids what would be needed.
             RunInUse: another live job writes into this run folder.
             TrackerError: a tracker cannot go on with its run before a setting is given.
             StorageError: some rank cannot write into the run folder, or it has no room for one checkpoint.
             RankMissing: a rank did not come.
         """
+        if not isinstance(warm_start, WarmStart | None):
+            raise TypeError(f"warm_start={warm_start!r}: use WarmStart({warm_start!r})")
         if self._saver is not None:
             raise PimmRayError("resume() was called twice: call it once, before the loop")
         runtime = self._runtime
@@ -180,8 +194,11 @@ class CheckpointManager:
         if choice.contents is None:
             drawn = self._given_seed if self._given_seed is not None else secrets.randbits(31)
             self._job.seed = runtime.broadcast("resume: seed", drawn)
-            plan = ResumePlan(source="fresh", notes=("nothing to resume from", *choice.notes), exact=True)
+            begun = (begin(self._job, warm_start),) if warm_start else ()
+            plan = ResumePlan(source="fresh", notes=("nothing to resume from", *begun, *choice.notes), exact=True)
         else:
+            if warm_start and runtime.rank == 0:
+                logger.info("warm_start=%s is not used: there is a checkpoint to resume", warm_start.name)
             plan = restore(self._job, choice, warmup, self._given_seed)
         self._logs = self._start_trackers(choice)
         runtime.follow(self._progress)

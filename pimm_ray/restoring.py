@@ -42,6 +42,7 @@ def restore(job: Job, choice: Choice, warmup: Callable[[], Any] | None, given_se
         positions = runtime.each("resume: read positions", lambda: [contents.read_rank(rank) for rank in saved_by])
     notes = runtime.each("resume: restore", lambda: apply(objects, contents.snapshot))
     job.progress = _progress(document, position, plan, by_hand=feed.cursor.loader is None)
+    job.warm_start = document["warm_start"]
     job.seed, job.generation = seed, document["generation"] + 1
     pace.resume(document, plan, say=runtime.rank == 0)
     if runtime.rank >= own["shape"]["world_size"] or elastic.rng == "reseed":

@@ -28,8 +28,8 @@ PURE = [
 PUBLIC = [
     "CheckpointInfo", "CheckpointManager", "ElasticLoader", "ElasticPolicy", "ElasticStream", "KeepPolicy",
     "LoadReport", "Position", "Problem", "ResumePlan", "RunShape", "SavePolicy", "TensorBoardTracker", "TorchTrainer",
-    "Tracker", "TrainState", "WandbTracker", "errors", "find_checkpoint", "load_weights", "open_checkpoint",
-    "plan_resume", "testing", "verify_checkpoint",
+    "Tracker", "TrainState", "WandbTracker", "WarmStart", "errors", "find_checkpoint", "load_weights",
+    "open_checkpoint", "plan_resume", "testing", "verify_checkpoint",
 ]  # fmt: skip
 
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))

@@ -39,7 +39,8 @@ def _of_uri(uri: str) -> tuple[pafs.FileSystem, str]:
     shown = _SECRETS.sub("", uri)
     if uri.startswith("hf://"):
         raise StorageError(
-            f"{shown}: runs and checkpoints cannot live on the Hugging Face Hub; give a folder or bucket"
+            f"{shown}: the Hugging Face Hub holds weights only, no runs or checkpoints. To begin with its weights: "
+            "resume(warm_start=WarmStart(...)) or load_weights; to resume: give a folder or bucket"
         )
     if uri.startswith("s3://"):
         # One request for a small file instead of three, and none of which a killed process leaves a part behind.

@@ -66,6 +66,7 @@ _HEAD: Form = {
     "schedule_lag": lambda value: is_whole(value) and is_count(abs(value)),
     "seed": is_whole,
     "loggers": by_name(is_anything),
+    "warm_start": optional(by_name(optional(is_text))),
 }
 _STATE: Form = {
     "model": {"aliases": by_name(is_text), "extra_state": by_name(is_anything)},

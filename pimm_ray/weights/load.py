@@ -17,6 +17,7 @@ from pimm_ray.weights.source import Weights, open_weights
 
 logger = logging.getLogger(__name__)
 
+MIN_MATCH = 0.5
 _EXAMPLES = 2
 
 Shape = tuple[int, ...]
@@ -48,6 +49,13 @@ class LoadReport:
         """How much of the model was loaded, of 1, in tensors."""
         return len(self.loaded) / max(1, len(self.loaded) + len(self.missing) + len(self.mismatched))
 
+    def say(self, min_match: float = MIN_MATCH) -> None:
+        """Log it: as a warning when the share is below `min_match`."""
+        if self.share < min_match:
+            logger.warning("only %.0f %% of the model was loaded: %s", 100 * self.share, self)
+        else:
+            logger.info("%s", self)
+
     def __str__(self) -> str:
         at = f" at commit {self.commit}" if self.commit else ""
         total = len(self.loaded) + len(self.missing) + len(self.mismatched)
@@ -63,7 +71,7 @@ class LoadReport:
 
 
 def load_weights(
-    model: nn.Module, source: Any, *, rules: Rules = (), strict: bool = False, min_match: float = 0.5
+    model: nn.Module, source: Any, *, rules: Rules = (), strict: bool = False, min_match: float = MIN_MATCH
 ) -> LoadReport:
     """Load weights into a model, in place. Each rank that calls it loads its own; no rank waits for another.
 
@@ -91,10 +99,7 @@ def load_weights(
           missing: head.* (2): head.weight, head.bias
     """
     report = apply(model, open_weights(source), rules=rules, strict=strict)
-    if report.share < min_match:
-        logger.warning("only %.0f %% of the model was loaded: %s", 100 * report.share, report)
-    else:
-        logger.info("%s", report)
+    report.say(min_match)
     return report
 
 

@@ -89,6 +89,20 @@ def is_hub(source: Any) -> bool:
     return isinstance(source, str) and source.startswith("hf://")
 
 
+def newest_of_run(store: Store) -> Store | None:
+    """The newest good checkpoint, if this is the folder of a run of ours.
+
+    Raises:
+        WeightsError: it has checkpoints, and none is good.
+    """
+    if store.filesystem.get_file_info(store.path).type != pafs.FileType.Directory or not candidates(store):
+        return None
+    newest = find_checkpoint(store)
+    if newest is None:
+        raise WeightsError(f"none of the checkpoints of {store.path} is good: use another source")
+    return store.child(newest.name)
+
+
 def _open(store: Store) -> Weights:
     kind = store.filesystem.get_file_info(store.path).type
     if kind == pafs.FileType.NotFound:
@@ -99,11 +113,8 @@ def _open(store: Store) -> Weights:
     is_checkpoint = CheckpointName.parse(PurePosixPath(store.path).name) is not None
     if is_checkpoint or (store.exists(layout.MARKER) and store.peek(layout.MARKER, 1)[0] == b"{"):
         return _open_ours(store)
-    if candidates(store):
-        newest = find_checkpoint(store)
-        if newest is None:
-            raise WeightsError(f"none of the checkpoints of {store.path} is good: use another source")
-        return _open_ours(store.child(newest.name))
+    if newest := newest_of_run(store):
+        return _open_ours(newest)
     for name in FILES:
         if store.exists(name):
             return _open_file(store, name)
