@@ -22,6 +22,7 @@ OF_A_RANK = {"epoch_rng": None, "loader": None, "batches": 0}
 HEAD = {
     "step": 0, "epoch": 0, "position": asdict(Position()), "trainer": asdict(TrainState()), "generation": 0, "drops": 0,
     "replayed": 0, "schedule_lag": 0, "seed": 0,
+    "loggers": {}, "warm_start": None,
 }  # fmt: skip
 
 

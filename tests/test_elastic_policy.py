@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -111,6 +112,7 @@ def test_a_loader_made_before_the_process_group_is_refused(tmp_path: Path) -> No
     def program(rank: int) -> None:
         with pytest.raises(WorldSizeError, match=r"made for 1 ranks and there are 2: make it after torch.distributed"):
             CheckpointManager(model=nn.Linear(1, 1), loader=loader, storage=tmp_path)
+        dist.barrier()  # A rank that ends while others still connect makes them fail.
 
     run_ranks(2, program)
 

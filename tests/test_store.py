@@ -147,7 +147,7 @@ def test_a_uri_that_pathlib_has_eaten_a_slash_of_is_an_error_not_a_local_folder(
 def test_the_hub_is_no_place_for_a_run_and_no_password_is_shown():
     with pytest.raises(StorageError, match="the path is empty"):
         open_store("")
-    with pytest.raises(StorageError, match=r"hf://me/run: .*cannot live on the Hugging Face Hub"):
+    with pytest.raises(StorageError, match=r"hf://me/run: .*holds weights only, no runs or checkpoints"):
         open_store("hf://me/run")
     with pytest.raises(StorageError) as caught:
         open_store("s3://key:password@bucket/run?nonsense=1")
