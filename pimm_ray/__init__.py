@@ -20,6 +20,7 @@ from pimm_ray.weights.load import LoadReport, load_weights
 if TYPE_CHECKING:
     from pimm_ray import testing
     from pimm_ray.runtime.trainer import TorchTrainer
+    from pimm_ray.weights.export import export_weights
 
 __all__ = [
     "CheckpointInfo",
@@ -41,6 +42,7 @@ __all__ = [
     "WandbTracker",
     "WarmStart",
     "errors",
+    "export_weights",
     "find_checkpoint",
     "load_weights",
     "open_checkpoint",
@@ -51,11 +53,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Ray takes seconds to import, and none of the rest needs it; nor does training need the faults for tests.
+    # Ray takes seconds to import, the Hub's client part of one, and training needs neither them nor faults for tests.
     if name == "testing":
         return importlib.import_module("pimm_ray.testing")
     if name == "TorchTrainer":
         from pimm_ray.runtime.trainer import TorchTrainer
 
         return TorchTrainer
+    if name == "export_weights":
+        from pimm_ray.weights.export import export_weights
+
+        return export_weights
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

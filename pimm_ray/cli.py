@@ -1,9 +1,10 @@
-"""The command `pimm-ray`: checkpoints converted from and to pimm's format."""
+"""The command `pimm-ray`: checkpoints converted from and to pimm's format, and weights exported."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import secrets
 import sys
 import time
@@ -16,7 +17,14 @@ from pimm_ray.checkpoint.layout import CheckpointName, FileEntry, Manifest
 from pimm_ray.checkpoint.pimm_read import Adopted, Present, adopt
 from pimm_ray.checkpoint.reader import Reader
 from pimm_ray.checkpoint.store import LocalStore, Store, open_store
-from pimm_ray.errors import CheckpointNotFound, CorruptCheckpoint, PimmRayError, StateMismatch, StorageError
+from pimm_ray.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    PimmRayError,
+    StateMismatch,
+    StorageError,
+    WeightsError,
+)
 
 _FORMATS = ("pimm_ray", "pimm")
 
@@ -54,23 +62,61 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="read SOURCE by pickle, which runs whatever code it holds: only if you trust whoever wrote it",
     )
+    command.set_defaults(run=_convert)
+    command = commands.add_parser(
+        "export",
+        help="weights as a folder that safetensors, transformers and the Hub take",
+        description="Write the weights of SOURCE as config.json and model.safetensors. Prints the path of the folder.",
+    )
+    command.add_argument("source", metavar="SOURCE", help="a checkpoint, run, file, folder or hf:// address")
+    command.add_argument("dest", metavar="DEST", help="a folder that is not there yet")
+    command.add_argument("--dtype", help="of the floating-point tensors, such as bfloat16 (default: their own)")
+    command.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of a file (default: %(default)s)")
+    command.add_argument("--config", metavar="FILE", help="JSON for config.json (default: that of SOURCE)")
+    command.add_argument("--push-to", metavar="ORG/NAME", help="also push it to this repository on the Hub")
+    command.set_defaults(run=_export)
     words = parser.parse_args(arguments)
     try:
-        made, notes = convert(
-            words.source,
-            words.dest,
-            to=words.to,
-            iterations=words.iterations_per_epoch,
-            allow_pickle=words.allow_pickle,
-        )
+        print(words.run(words))
     except (PimmRayError, OSError) as error:
         said = " ".join(str(error).split()).replace("allow_pickle=True", "--allow-pickle")
         print(f"pimm-ray: {type(error).__name__}: {said}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _convert(words: argparse.Namespace) -> str:
+    made, notes = convert(
+        words.source,
+        words.dest,
+        to=words.to,
+        iterations=words.iterations_per_epoch,
+        allow_pickle=words.allow_pickle,
+    )
     for note in notes:
         print(f"pimm-ray: {note}", file=sys.stderr)
-    print(made)
-    return 0
+    return made
+
+
+def _export(words: argparse.Namespace) -> str:
+    from pimm_ray.weights.export import export_weights
+
+    config = None
+    if words.config:
+        try:
+            with open(words.config, encoding="utf-8") as file:
+                config = json.load(file)
+        except ValueError as error:
+            raise WeightsError(f"--config {words.config} is not JSON: {error}") from None
+    made = export_weights(
+        words.source,
+        words.dest,
+        dtype=words.dtype,
+        max_shard_size=words.max_shard_size,
+        config=config,
+        push_to=words.push_to,
+    )
+    return str(made)
 
 
 def convert(

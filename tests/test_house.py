@@ -28,7 +28,7 @@ PURE = [
 PUBLIC = [
     "CheckpointInfo", "CheckpointManager", "ElasticLoader", "ElasticPolicy", "ElasticStream", "KeepPolicy",
     "LoadReport", "Position", "Problem", "ResumePlan", "RunShape", "SavePolicy", "TensorBoardTracker", "TorchTrainer",
-    "Tracker", "TrainState", "WandbTracker", "WarmStart", "errors", "find_checkpoint", "load_weights",
+    "Tracker", "TrainState", "WandbTracker", "WarmStart", "errors", "export_weights", "find_checkpoint", "load_weights",
     "open_checkpoint", "plan_resume", "testing", "verify_checkpoint",
 ]  # fmt: skip
 

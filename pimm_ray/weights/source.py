@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -49,6 +49,7 @@ class Weights:
         entries: what there is, by the name that it is stored under.
         read: gives the tensors of these names on the CPU, as many at once as cost little memory: a local file is mapped
             and costs its own pages. They are only to be read.
+        aliases: names of tensors that are another one, and the name of that.
         config: what `config.json` or one of the older names beside the weights holds.
         commit: of the repository on the Hub.
     """
@@ -56,6 +57,7 @@ class Weights:
     origin: str
     entries: Mapping[str, Spec]
     read: Callable[[Iterable[str]], Tensors]
+    aliases: Mapping[str, str] = field(default_factory=dict)
     config: dict[str, Any] | None = None
     commit: str | None = None
 
@@ -132,8 +134,7 @@ def _open_ours(store: Store) -> Weights:
     """A checkpoint of ours. Every byte that is read is held against its digest."""
     reader = Reader(store, open_manifest(store)[1])
     index = open_shards(reader, layout.WEIGHTS + "/")
-    aliases = read_document(reader)["model"]["aliases"]
-    return _of_index(index, store.path, aliases={name: to for name, to in aliases.items() if to in index.tensors})
+    return _of_index(index, store.path, read_document(reader)["model"]["aliases"])
 
 
 def _open_file(folder: Store, name: str) -> Weights:
@@ -144,9 +145,10 @@ def _open_file(folder: Store, name: str) -> Weights:
     origin = folder.full(name)
     if files[0].endswith(".safetensors"):
         index = ShardIndex(folder, files)
-        found = _of_index(index, origin)
+        said = {name: to for metadata in index.metadata.values() for name, to in metadata.items()}
+        found = _of_index(index, origin, said)
         if isinstance(folder, LocalStore):
-            found = replace(found, read=_mapper(folder, index))
+            found = replace(found, read=_mapper(folder, index, found.aliases))
     else:
         tensors: dict[str, torch.Tensor] = {}
         for file in files:
@@ -182,12 +184,12 @@ def _parts(folder: Store, name: str) -> list[str]:
     return shards
 
 
-def _of_index(index: ShardIndex, origin: str, aliases: Mapping[str, str] | None = None) -> Weights:
-    stored = {name: name for name in index.tensors} | dict(aliases or {})
+def _of_index(index: ShardIndex, origin: str, aliases: Mapping[str, str]) -> Weights:
+    aliases = {name: to for name, to in aliases.items() if to in index.tensors and name not in index.tensors}
 
     def read(names: Iterable[str]) -> Tensors:
         """In the order of the files."""
-        first = {name: index.tensors[stored[name]].slots[0] for name in names}
+        first = {name: index.tensors[aliases.get(name, name)].slots[0] for name in names}
         batch: list[str] = []
         room = _BATCH
         for name in sorted(first, key=lambda name: (first[name].file, first[name].begin)):
@@ -200,30 +202,38 @@ def _of_index(index: ShardIndex, origin: str, aliases: Mapping[str, str] | None 
         yield load(batch)
 
     def load(names: list[str]) -> dict[str, torch.Tensor]:
-        tensors = index.load({stored[name] for name in names})
-        return {name: tensors[stored[name]] for name in names}
+        tensors = index.load({aliases.get(name, name) for name in names})
+        return {name: tensors[aliases.get(name, name)] for name in names}
 
+    stored = {name: name for name in index.tensors} | aliases
     entries = {name: Spec(name, index.tensors[to].shape, index.tensors[to].dtype) for name, to in stored.items()}
-    return Weights(origin=origin, entries=entries, read=read)
+    return Weights(origin=origin, entries=entries, read=read, aliases=aliases)
 
 
-def _mapper(folder: LocalStore, index: ShardIndex) -> Callable[[Iterable[str]], Tensors]:
+def _mapper(folder: LocalStore, index: ShardIndex, aliases: Mapping[str, str]) -> Callable[[Iterable[str]], Tensors]:
     def read(names: Iterable[str]) -> Tensors:
         files: dict[str, list[str]] = {}
         for name in names:
-            files.setdefault(index.tensors[name].slots[0].file, []).append(name)
+            files.setdefault(index.tensors[aliases.get(name, name)].slots[0].file, []).append(name)
         for file, held in files.items():
             with safe_open(folder.real(file), framework="pt") as opened:
-                yield {name: opened.get_tensor(name) for name in held}
+                yield {name: opened.get_tensor(aliases.get(name, name)) for name in held}
 
     return read
 
 
 def _of_tensors(tensors: dict[str, torch.Tensor], origin: str) -> Weights:
+    first: dict[Any, str] = {}
+    tied = {
+        name: first.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), name)
+        for name, tensor in tensors.items()
+        if tensor.numel()
+    }
     return Weights(
         origin=origin,
         entries={name: spec_of(name, tensor) for name, tensor in tensors.items()},
         read=lambda names: iter([{name: tensors[name] for name in names}]),
+        aliases={name: to for name, to in tied.items() if name != to},
     )
 
 
