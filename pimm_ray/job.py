@@ -103,10 +103,11 @@ class Job:
             metrics=metrics,
         )
 
-    def saved(self, agreed: Agreed) -> None:
-        """A request was carried out."""
-        self.progress.best = self._best_with(agreed.metrics)
+    def saved(self, agreed: Agreed) -> bool:
+        """A request was carried out. Whether it is the best so far."""
+        before, self.progress.best = self.progress.best, self._best_with(agreed.metrics)
         self.progress.absorb(agreed.counts["epoch"], agreed.counts["total"])
+        return self.progress.best != before
 
     def _best_with(self, metrics: Mapping[str, Any]) -> float | None:
         best, name = self.progress.best, self.keep.metric

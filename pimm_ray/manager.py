@@ -114,8 +114,8 @@ class CheckpointManager:
         self._feed.cursor.check(self._runtime.world_size)
         if keep is not _DEFAULT_KEEP and self._runtime.retains and self._runtime.rank == 0:
             logger.warning(
-                "keep= has no effect under Ray (except every_steps): use RunConfig(checkpoint_config=CheckpointConfig("
-                "num_to_keep=..., checkpoint_score_attribute=...))"
+                "keep= has no effect under Ray (except every_steps and export_best): use "
+                "RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=..., checkpoint_score_attribute=...))"
             )
         self._given_seed = seed
         self._job = Job(
@@ -431,7 +431,8 @@ class CheckpointManager:
         if saved is None:
             return None
         info, agreed = saved
-        self._job.saved(agreed)
+        if self._job.saved(agreed):
+            self._checked_saver.leave_best(info)
         return info
 
 

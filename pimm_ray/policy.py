@@ -61,6 +61,8 @@ class KeepPolicy:
         metric: name of that metric.
         mode: whether a smaller ("min") or a larger ("max") value is better.
         every_steps: those whose step is a multiple of this stay for good.
+        export_best: leave the weights of the best save by `metric` in the run's folder `best/`, in Hugging Face's
+            layout, whatever becomes of its checkpoint. By hard link where the filesystem can.
     """
 
     last: int | None = 3
@@ -68,6 +70,7 @@ class KeepPolicy:
     metric: str | None = None
     mode: Literal["min", "max"] = "min"
     every_steps: int | None = None
+    export_best: bool = False
 
     def __post_init__(self) -> None:
         _positive(self, "last", "every_steps")
@@ -75,8 +78,9 @@ class KeepPolicy:
             raise ValueError(f"KeepPolicy(mode={self.mode!r}): use 'min' or 'max'")
         if not isinstance(self.best, int) or self.best < 0:
             raise ValueError(f"KeepPolicy(best={self.best!r}): use a whole number, 0 or more")
-        if self.best and not self.metric:
-            raise ValueError(f"KeepPolicy(best={self.best}) needs metric=: the name that manager.save(metrics=) uses")
+        if (self.best or self.export_best) and not self.metric:
+            asked = f"best={self.best}" if self.best else "export_best=True"
+            raise ValueError(f"KeepPolicy({asked}) needs metric=: the name that manager.save(metrics=) uses")
 
     def score(self, metrics: Mapping[str, Any]) -> float:
         """Larger is better; -inf for a metric that is missing or not a number."""

@@ -40,6 +40,25 @@ class Retention:
         except Exception as error:
             logger.warning("could not tidy %s: %s", self._runtime.store.path, error)
 
+    def leave_best(self, best: CheckpointInfo) -> None:
+        """Put the weights of the best save so far beside the checkpoints, and take those of the one before away."""
+        run = self._runtime.store
+        source, bests = run.child(best.name).child(layout.WEIGHTS), run.child(layout.BEST)
+        name = best.name.replace("checkpoint_", "step_")
+        try:
+            bests.make(name)
+            # The index last: without it, parts are no weights.
+            for file in sorted(source.files(), key=lambda file: file.endswith(".json")):
+                source.copy_file(file, bests.child(name))
+            bests.child(name).sync()
+            logger.info("best step=%d %s=%s path=%s", best.step, self._keep.metric,
+                        best.metrics[str(self._keep.metric)], bests.child(name).path)  # fmt: skip
+            for other in bests.folders():
+                if other != name:
+                    bests.child(other).remove()
+        except Exception as error:
+            logger.warning("could not leave the weights of %s in %s: %s", best.name, bests.path, error)
+
     def discard(self, name: str) -> None:
         """Delete a folder, its marker first: killed in between, what is left is no checkpoint."""
         store = self._runtime.store.child(name)

@@ -63,7 +63,7 @@ class Saver:
 
     def __init__(self, runtime: Runtime, keep: KeepPolicy, choice: Choice):
         self._runtime, self._attempt, self._damaged = runtime, choice.attempt, choice.damaged
-        self._retention = Retention(runtime, keep, choice)
+        self._keep, self._retention = keep, Retention(runtime, keep, choice)
         self._parent = choice.info.id if choice.info else None
         self.newest: CheckpointInfo | None = choice.info if choice.own else None
         self.failed = 0
@@ -112,6 +112,11 @@ class Saver:
             if spaced:
                 self.report({})
         return info, agreed
+
+    def leave_best(self, info: CheckpointInfo) -> None:
+        """It is the best so far."""
+        if self._keep.export_best and self._runtime.rank == 0:
+            self._retention.leave_best(info)
 
     def _say_failed(self, step: int, error: Exception) -> None:
         newest = self.newest

@@ -4,12 +4,17 @@ import json
 import math
 import os
 import shutil
+from pathlib import Path
 
 import pytest
+import torch
+from huggingface_hub import load_torch_model
+from safetensors.torch import save_file
+from torch import nn
 
-from pimm_ray import KeepPolicy, SavePolicy, find_checkpoint, verify_checkpoint
+from pimm_ray import CheckpointManager, KeepPolicy, SavePolicy, find_checkpoint, load_weights, verify_checkpoint
 from pimm_ray.checkpoint.store import LocalStore
-from pimm_ray.errors import RunInUse
+from pimm_ray.errors import RunInUse, WeightsError
 from tests.elastic_jobs import Job, copy_as, flip_byte, folders, newest_step, said, steps_kept
 from tests.ranks import die, run_ranks, try_ranks
 
@@ -271,3 +276,67 @@ def test_a_checkpoint_that_is_only_linked_into_the_run_is_resumed_from_and_never
     assert again.plan.source == name
     assert steps_kept(run) == [2]
     assert verify_checkpoint(archive / name) == []
+
+
+# The weights of the best, apart
+
+
+def made_of(step: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, step)
+    return model
+
+
+def scored(rank: int, folder: Path, scores: list[float], first: int = 1) -> None:
+    """A save a step with that score, of weights that are all the step's number."""
+    model = made_of(0)
+    manager = CheckpointManager(
+        model=model, storage=folder, keep=KeepPolicy(last=1, metric="score", mode="max", export_best=True)
+    )
+    manager.resume()
+    for step, score in enumerate(scores, start=first):
+        model.load_state_dict(made_of(step).state_dict())
+        manager.step()
+        manager.save(metrics={"score": score})
+
+
+def best_step(folder: Path) -> int:
+    """Of the only weights left in `best`, loaded as the stock library loads them."""
+    (left,) = (folder / "best").iterdir()
+    model = made_of(0)
+    load_torch_model(model, left)
+    step = int(model[0].bias[0])
+    assert left.name.startswith(f"step_{step:08}-")
+    assert all(map(torch.equal, model.state_dict().values(), made_of(step).state_dict().values()))
+    return step
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_weights_of_the_best_save_outlive_its_checkpoint(tmp_path, world):
+    run_ranks(world, scored, tmp_path, [1.0, 3.0, 2.0, math.nan])
+    assert steps_kept(tmp_path) == [4] and best_step(tmp_path) == 2
+    assert load_weights(made_of(0), tmp_path / "best", strict=True).share == 1
+    run_ranks(world, scored, tmp_path, [2.5], 5)
+    assert best_step(tmp_path) == 2, "a later attempt knows the score to beat"
+    run_ranks(world, scored, tmp_path, [7.0], 6)
+    assert steps_kept(tmp_path) == [6] and best_step(tmp_path) == 6
+
+
+def test_the_best_shares_its_bytes_with_the_checkpoint(tmp_path):
+    scored(0, tmp_path, [1.0])
+    (exported,), (kept,) = tmp_path.glob("best/*/model.safetensors"), tmp_path.glob("*/weights/model.safetensors")
+    assert os.path.samefile(exported, kept)
+
+
+def test_a_best_that_cannot_be_left_costs_no_save(tmp_path, caplog):
+    (tmp_path / "best").write_text("in the way")
+    scored(0, tmp_path, [1.0, 2.0])
+    assert steps_kept(tmp_path) == [2]
+    assert sum("could not leave the weights of" in line for line in caplog.messages) == 2
+
+
+def test_parts_without_their_index_are_no_weights(tmp_path):
+    save_file({"0.bias": torch.zeros(3)}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(WeightsError, match=r"it holds model-00001-of-00002\.safetensors"):
+        load_weights(made_of(0), tmp_path)

@@ -41,6 +41,8 @@ TRAINER = "trainer.dcp"
 RANKS = "ranks"
 KEPT = "kept"
 """Sub-folder of a run for snapshots that Ray must not delete. Never searched for the newest checkpoint."""
+BEST = "best"
+"""Sub-folder of a run with a folder of weights alone, those of its best save."""
 
 ID_KEY = "pimm_ray.id"
 DOCUMENT_KEY = "pimm_ray.state"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
@@ -34,6 +35,8 @@ FILES = ("model.safetensors", "model.safetensors.index.json", "model.bin", "pyto
 _OF_PIMM = ("model_best.pth", "model/model_best.pth")
 _KEYS = ("state_dict", "model", "model_state_dict", "module")
 """Where programs keep the weights in what they save by `torch.save`."""
+_IS_FILE = re.compile(r"[^/]+\.(safetensors|pth|pt)")
+_IS_PART = re.compile(r"-\d+-of-\d+\.")
 _BATCH = 64 * 2**20
 _MAX_DOCUMENT = 256 * 2**20
 
@@ -122,10 +125,12 @@ def _open(store: Store) -> Weights:
             return _open_file(store, name)
     if of_pimm := pimm.locate(store):
         return _open_pimm(of_pimm)
-    names = [name for name in store.files() if "/" not in name and name.endswith((".safetensors", ".pth", ".pt"))]
+    names = [name for name in store.files() if _IS_FILE.fullmatch(name) and not _IS_PART.search(name)]
     for name in (*_OF_PIMM, *(names if len(names) == 1 else ())):
         if store.exists(name):
             return _open_file(store, name)
+    if not names and len(folders := store.folders()) == 1:
+        return _open(store.child(folders[0]))
     seen = some(sorted(store.files())) or "nothing"
     raise WeightsError(f"no weights in {store.path}: it holds {seen}. Name one file of them")
 
