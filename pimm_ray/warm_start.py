@@ -84,7 +84,7 @@ def begin(job: Job, start: WarmStart) -> str:
 def _pin(start: WarmStart, run: Store) -> dict[str, str | None]:
     """The commit of a repository on the Hub, or the checkpoint of a run folder."""
     if is_hub(start.source):
-        from pimm_ray.weights import hub  # type: ignore[attr-defined]
+        from pimm_ray.weights import hub
 
         commit = _pinned(start, run) or hub.resolve(start.source)
         run.publish(_PIN, json.dumps({"source": start.name, "commit": commit}).encode())

@@ -23,7 +23,7 @@ DOORS = {("weights", "checkpoint"), ("runtime", "checkpoint"), ("observe", "chec
 """Which room may look into which other one."""
 PURE = [
     "checkpoint/documents.py", "checkpoint/layout.py", "elastic/plan.py", "elastic/windows.py", "elastic/order.py",
-    "policy.py", "progress.py", "weights/rules.py",
+    "policy.py", "progress.py", "weights/address.py", "weights/rules.py",
 ]  # fmt: skip
 PUBLIC = [
     "CheckpointInfo", "CheckpointManager", "ElasticLoader", "ElasticPolicy", "ElasticStream", "KeepPolicy",

@@ -25,7 +25,7 @@ def own_files(folder: str) -> dict[str, int]:
 
 def is_own(folder: str, path: str) -> bool:
     """Whether `path` leads to a plain file in `folder`, whatever links it goes through."""
-    root = os.path.realpath(folder).rstrip("/")
+    root = _home(os.path.realpath(folder).rstrip("/"))
     return os.path.isfile(path) and os.path.realpath(path).startswith(f"{root}/")
 
 
@@ -33,3 +33,10 @@ def require_own(folder: str, path: str) -> None:
     """Raises UnsafeCheckpoint for what is there and is no own file. Without this, opening it could leave the folder."""
     if not is_own(folder, path) and os.path.lexists(path):  # in this order: another process may be deleting it
         raise UnsafeCheckpoint(f"{path} is a link out of its folder, or no plain file: put a copy of the file there")
+
+
+def _home(folder: str) -> str:
+    """Where links of `folder` may lead: into it. In Hugging Face's cache, where `models--org--name/snapshots/<commit>`
+    is nothing but links to the files, into that cache."""
+    repository, inside, _ = f"{folder}/".partition("/snapshots/")
+    return os.path.dirname(repository) if inside and os.path.basename(repository).startswith("models--") else folder

@@ -81,7 +81,7 @@ def open_weights(source: Any, *, commit: str | None = None) -> Weights:
         CorruptCheckpoint, IncompleteCheckpoint, UnsafeCheckpoint: a file is damaged, unfinished, or holds code.
     """
     if is_hub(source):
-        from pimm_ray.weights import hub  # type: ignore[attr-defined]
+        from pimm_ray.weights import hub
 
         fetched = hub.fetch(source, commit=commit)
         return replace(_open(open_store(fetched.path)), origin=str(source), commit=fetched.commit)
@@ -173,19 +173,25 @@ def _open_pimm(store: Store) -> Weights:
 def _parts(folder: Store, name: str) -> list[str]:
     """The files that an index names."""
     path = folder.full(name)
-    try:
-        document = parse_json(folder.read(name, limit=_MAX_DOCUMENT))
-        shards = sorted(set(document["weight_map"].values()))
-        if not shards or not all(map(is_text, shards)):
-            raise ValueError("its weight_map names no files")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{path} is no index of weights: {short(str(error))}") from None
+    shards = parts_of(folder.read(name, limit=_MAX_DOCUMENT), where=path)
     for shard in shards:
-        layout.check_inside(shard, where=path)
         if not folder.exists(shard):
             raise WeightsError(
                 f"{path} names {shard}, which is not there: fetch the missing file, or use another source"
             )
+    return shards
+
+
+def parts_of(index: bytes, *, where: str) -> list[str]:
+    """The files that an index names, none of which leads out of its folder."""
+    try:
+        shards = sorted(set(parse_json(index)["weight_map"].values()))
+        if not shards or not all(map(is_text, shards)):
+            raise ValueError("its weight_map names no files")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{where} is no index of weights: {short(str(error))}") from None
+    for shard in shards:
+        layout.check_inside(shard, where=where)
     return shards
 
 
