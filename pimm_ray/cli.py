@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(words.run(words))
     except (PimmRayError, OSError) as error:
-        said = " ".join(str(error).split()).replace("allow_pickle=True", "--allow-pickle")
+        said = " ".join(str(error).split())
         print(f"pimm-ray: {type(error).__name__}: {said}", file=sys.stderr)
         return 1
     return 0

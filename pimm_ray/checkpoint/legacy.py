@@ -160,7 +160,10 @@ def save_dcp(value: dict[str, Any], path: str) -> None:
         save_by_dcp(value, checkpoint_id=path, no_dist=True)
 
 
-_WAY_OUT = "Only if you trust whoever wrote it: allow_pickle=True reads it, and runs whatever code it holds"
+_WAY_OUT = (
+    "Only if you trust whoever wrote it, as these run whatever code it holds: pimm-ray convert --allow-pickle for a "
+    "checkpoint of pimm's, torch.load(weights_only=False) and safetensors' save_file for weights"
+)
 
 
 def _load(file: BinaryIO | str, path: str, name: str, allow_pickle: bool, *, mmap: bool = False) -> Any:
