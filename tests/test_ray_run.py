@@ -113,6 +113,15 @@ def test_b06_the_starting_checkpoint_is_untouched(resumed):
     assert max(file.stat().st_mtime for file in five.rglob("*")) <= made + 0.01
 
 
+def test_b34_rank_0_alone_feeds_the_tracker_and_a_retry_goes_on_with_its_run(resumed):
+    calls = notes(resumed.root / "b06.notes", event="tracker")
+    assert {call["rank"] for call in calls} == {0}
+    assert [call["step"] for call in calls if call["call"] == "start"] == [5, 15]
+    assert len({call["id"] for call in calls}) == 1
+    [logged] = [[call["step"] for call in calls if call["call"] == "log"]]
+    assert logged[:10] == list(range(6, 16)) and logged[-5:] == list(range(16, 21))
+
+
 def test_b29_a_rank_that_skips_a_report_is_named_instead_of_hanging(resumed):
     [missing] = notes(resumed.root / "stock.notes", event="missing")
     assert missing["ranks"] == [1] and "rank 1 did not come within 1.5 s" in missing["text"]

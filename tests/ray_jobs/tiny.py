@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import secrets
 import signal
 import time
 from pathlib import Path
@@ -40,7 +41,10 @@ def loop(config):
     model = prepare_model(nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     save = SavePolicy(every_steps=5, timeout_seconds=60)
-    manager = CheckpointManager(model=model, optimizer=optimizer, loader=loader, save=save)
+    tracker = Notes(config, rank)
+    manager = CheckpointManager(
+        model=model, optimizer=optimizer, loader=loader, save=save, loggers=[tracker], log_every=1
+    )
     plan = manager.resume()
     started = manager.state.global_step
     note(config, rank, event="start", step=started, source=plan.source, shown=shown and shown.path, pid=os.getpid())
@@ -62,6 +66,31 @@ def loop(config):
     if config.get("skip_a_report"):
         skip_a_report(config, rank)
     note(config, rank, event="end", step=manager.state.global_step, seen=manager.state.samples_seen)
+
+
+class Notes:
+    """A tracker whose every call is a note, with the id of its run."""
+
+    name = "notes"
+
+    def __init__(self, config, rank):
+        self._config, self._rank, self.id = config, rank, None
+
+    def _note(self, **what):
+        note(self._config, self._rank, event="tracker", id=self.id, **what)
+
+    def start(self, state, *, step):
+        self.id = state["id"] if state else secrets.token_hex(4)
+        self._note(call="start", step=step)
+
+    def log(self, metrics, step):
+        self._note(call="log", step=step)
+
+    def state_dict(self):
+        return {"id": self.id}
+
+    def finish(self):
+        self._note(call="finish")
 
 
 def skip_a_report(config, rank):
