@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import socket
 import sys
@@ -117,8 +118,7 @@ class Cache:
             os.replace(partial, blob)
         place = self.place(commit, file.name)
         place.parent.mkdir(parents=True, exist_ok=True)
-        link = place.with_name(f".{place.name}.{os.getpid()}")
-        link.unlink(missing_ok=True)
+        link = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
         link.symlink_to(os.path.relpath(blob, place.parent))
         os.replace(link, place)
 
@@ -231,7 +231,7 @@ def _is_whole(path: Path, file: Wanted) -> bool:
 
 def _publish(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     partial.write_text(text)
     os.replace(partial, path)
 
