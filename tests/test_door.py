@@ -1,5 +1,6 @@
 """The one door for other people's pickles: plain data and tensors come through it, and nothing that they hold runs."""
 
+import enum
 import io
 import os
 import pickle
@@ -83,6 +84,23 @@ def test_a_stock_dcp_folder_comes_through_by_paths(tmp_path, trusted):
     assert found["names",] == PAYLOAD["names"] and found["step",] == 7
 
 
+class PicklerOfPython3112(pickle.Pickler):
+    """Members of an enumeration as Python 3.11.0 to 3.11.3 pickle them."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_a_stock_dcp_folder_that_another_python_wrote_comes_through(tmp_path):
+    folder = saved(tmp_path)
+    before = load_dcp(open_store(folder))
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    with open(folder / ".metadata", "wb") as file:
+        PicklerOfPython3112(file).dump(metadata)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert equal(load_dcp(open_store(folder)), before)
+
+
 def stack_global(module, name):
     return b"\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(name)]) + name.encode() + b"\x93"
 
@@ -94,7 +112,7 @@ def calling(module, name, argument):
 
 def hostile_pickles(sentinel):
     touch = f"touch {sentinel}"
-    record = stack_global(MDM, "Metadata")
+    record, getattr_ = stack_global(MDM, "Metadata"), stack_global("builtins", "getattr")
     pickles = {
         name.replace("/", " "): calling(*name.split("/"), touch)
         for name in (
@@ -114,6 +132,8 @@ def hostile_pickles(sentinel):
         "a persistent id": b"\x80\x02X\x01\x00\x00\x00xQ.",
         "an extension": b"\x80\x02\x82\x01.",
         "a method of a class": b"\x80\x04" + record + b"N}\x8c\x08__init__" + stack_global("os", "system") + b"s\x86b.",
+        "builtins getattr of another class": b"\x80\x04" + getattr_ + record + b"\x8c\x08__init__\x86R.",
+        "builtins getattr of a number": b"\x80\x04" + getattr_ + b"K\x01\x8c\x04real\x86R.",
         "an attribute of a class": b"\x80\x04" + record + b"N}\x8c\x01xK\x01s\x86b.",
         "an attribute of a dtype": b"\x80\x04" + stack_global("torch", "float32") + b"}\x8c\x01xK\x01sb.",
         "a huge memo": b"\x80\x02Nr\xff\xff\xff\xff.",
@@ -135,7 +155,7 @@ def test_a_hostile_metadata_is_refused_and_nothing_runs(tmp_path, sentinel, name
     with pytest.raises((errors.UnsafeCheckpoint, errors.CorruptCheckpoint)) as caught:
         load_dcp(open_store(folder))
     if " " in name and name.split()[0] in ("os", "posix", "torch", "builtins", MDM):
-        module, _, attribute = name.partition(" ")
+        module, attribute, *_ = name.split(" ")
         assert isinstance(caught.value, errors.UnsafeCheckpoint)
         assert f"{module}.{attribute}" in str(caught.value) and "--allow-pickle" in str(caught.value)
     assert not hasattr(torch.float32, "x")

@@ -212,7 +212,8 @@ def _table() -> dict[tuple[str, str], Any]:
         (_MDM, name): type(name, (_Record,), {}) for name in (*records, "TensorProperties", "StorageMeta")
     }
     table["torch.distributed.checkpoint.filesystem", "_StorageInfo"] = type("_StorageInfo", (_Record,), {})
-    table[_MDM, "_MEM_FORMAT_ENCODING"] = _nothing()
+    table[_MDM, "_MEM_FORMAT_ENCODING"] = formats = _nothing()
+    table["builtins", "getattr"] = _member_of(formats)
     table["torch.serialization", "_get_layout"] = _nothing()
     for module in ("pathlib", "pathlib._local"):
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"):
@@ -225,6 +226,16 @@ def _table() -> dict[tuple[str, str], Any]:
 def _nothing() -> Callable[..., None]:
     """Stands for what is not used: layouts, memory formats, the path that the folder once had."""
     return type("nothing", (), {"__new__": lambda cls, *arguments: None})
+
+
+def _member_of(enumeration: Any) -> Any:
+    """Stands for `getattr`, by which Python 3.11.0 to 3.11.3 pickle the members of an enumeration: of this one only."""
+
+    def member(*arguments: Any) -> None:
+        if len(arguments) != 2 or arguments[0] is not enumeration or not is_text(arguments[1]):
+            raise UnsafeCheckpoint("calls builtins.getattr, which no pickle of plain data does")
+
+    return _call(member)
 
 
 def _plain_table() -> dict[tuple[str, str], Any]:
