@@ -90,16 +90,17 @@ def loop_of_ray(config: dict[str, Any]) -> None:
 
     scene, model, optimizer, log = start(config)
     rank, first, saved_on_notice = ray.train.get_context().get_world_rank(), 1, False
+    bare = getattr(model, "module", model)  # one worker alone has no DDP around it
     if (checkpoint := ray.train.get_checkpoint()) is not None:
         with checkpoint.as_directory() as folder:
             state = torch.load(Path(folder, "state.pt"), weights_only=True)
-        model.load_state_dict(state["model"])
+        bare.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"] + 1
 
     def save(step: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            state = {"model": bare.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             if rank == 0:
                 torch.save(state, Path(folder, "state.pt"))
             checkpoint = ray.train.Checkpoint.from_directory(folder) if rank == 0 else None
