@@ -1,6 +1,6 @@
 """What spot instances cost a run: pimm_ray, Ray Train as its documentation shows it, and Ray's own just-in-time save.
 
-    python benchmarks/spot.py live         runs of all three on real local Ray clusters; a Markdown table; 40 minutes
+    python benchmarks/spot.py live         runs of all three on real local Ray clusters; a Markdown table; half an hour
     python benchmarks/spot.py simulate --traces FILE...        two weeks of a zone, simulated in seconds
 
 Live, a run of a small model under DDP loses nodes of 127.0.0.x in two scenes, each way in a run of its own:
