@@ -268,11 +268,11 @@ class Way:
     saves_before_growing: bool
 
 
-OURS = Way("pimm_ray", 300, 0.55, 17, 12, 23, 2, saves_on_notice=True, waits=3, saves_before_growing=True)
-RAY = Way("Ray", 300, 0.65, 97, 75, 24, 30, saves_on_notice=False, waits=None, saves_before_growing=False)
+OURS = Way("pimm_ray", 300, 0.55, 8.0, 9.5, 10.3, 2, saves_on_notice=True, waits=3, saves_before_growing=True)
+RAY = Way("Ray", 300, 0.65, 74, 76, 11, 30, saves_on_notice=False, waits=None, saves_before_growing=False)
 JUST_IN_TIME = replace(RAY, name="Ray, just in time", saves_on_notice=True)
-FLOOR = Way("restarts of 10.6 s, saves for nothing", 10, 0, 10.6, 10.6, 10.6, 0, True, 0, True)
-"""What starting the processes takes here, however it is done."""
+FLOOR = Way("restarts of 6.5 s, saves for nothing", 10, 0, 6.5, 6.5, 6.5, 0, True, 0, True)
+"""What it takes here to start the processes once it is decided on which nodes, and nothing else."""
 
 
 @dataclass
