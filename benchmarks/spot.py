@@ -40,7 +40,6 @@ from typing import Any
 
 WAYS = ("pimm_ray", "Ray", "Ray, just in time")
 NOTICES, NOTICE_SECONDS = (260, 580, 900, 1220), 15.0
-GIVE_UP_SECONDS = 900
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ def train(scene: Scene, model: Any, optimizer: Any, x: Any) -> None:
 
 def drain_at_steps(example: Any, zone: Any, facts: Path, training: Future[Any]) -> None:
     """Take a node with notice at each step of `NOTICES`, and give another one at once."""
-    give_up = time.monotonic() + GIVE_UP_SECONDS
+    give_up = time.monotonic() + example.GIVE_UP_SECONDS
     waiting = list(NOTICES)
     while waiting and not training.done():
         steps = example.that_count(example.groups_of(facts))
@@ -168,7 +167,7 @@ def drain_at_steps(example: Any, zone: Any, facts: Path, training: Future[Any]) 
             example.drain(node, deadline)
             zone.happen("deadline")
         if time.monotonic() > give_up:
-            sys.exit(f"the training has not ended within {GIVE_UP_SECONDS} s")
+            sys.exit(f"the training has not ended within {example.GIVE_UP_SECONDS} s")
         time.sleep(0.2)
 
 
@@ -202,10 +201,10 @@ def live(name: str, way: str) -> dict[str, Any]:
             if name == "notices":
                 drain_at_steps(example, zone, facts, training)
             else:
-                trace = json.loads(example.TRACE.read_text())["data"][231 : 231 + 43]
-                counts = [-(-count * scene.nodes // 4) for count in trace]
-                counts[-1] = max(1, counts[-1])
-                example.replay(zone, example.happenings(counts, 4.0, 10.0), facts, training, patient=False)
+                trace = json.loads(example.TRACE.read_text())["data"]
+                counts = example.counts_of(trace, example.START, example.SLOTS, scene.nodes)
+                events = example.happenings(counts, example.SLOT_SECONDS, example.NOTICE_SECONDS)
+                example.replay(zone, events, facts, training, patient=False)
             training.result()
             end = time.time()
         finally:

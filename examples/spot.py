@@ -51,6 +51,7 @@ from torch.utils.data import TensorDataset
 from pimm_ray import CheckpointManager, ElasticLoader, SavePolicy, TorchTrainer, find_checkpoint, open_checkpoint
 
 TRACE = Path(__file__).with_name("spot_trace.json")
+START, SLOTS, SLOT_SECONDS, NOTICE_SECONDS = 231, 43, 4.0, 10.0
 BATCH, SAVE_EVERY, STEP_SECONDS = 64, 5, 1.5
 GIVE_UP_SECONDS = 900
 
@@ -101,6 +102,12 @@ def train_loop(config: dict[str, Any]) -> None:
                 manager.step(loss=loss)
                 begin, ids = time.time(), []
     manager.finish()
+
+
+def counts_of(trace: list[int], start: int, slots: int, nodes: int) -> list[int]:
+    """How many nodes there are in each slot; what the last one gives stays, one at least."""
+    counts = [-(-count * nodes // max(trace)) for count in trace[start : start + slots]]
+    return [*counts[:-1], max(1, counts[-1])]
 
 
 def happenings(counts: list[int], slot: float, notice: float) -> list[tuple[float, str, float]]:
@@ -328,10 +335,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer slots and epochs, at the pace of this machine")
     parser.add_argument("--trace", type=Path, default=TRACE, help='{"metadata": {...}, "data": [count, ...]}')
-    parser.add_argument("--start", type=int, default=231, help="first slot of the trace")
+    parser.add_argument("--start", type=int, default=START, help="first slot of the trace")
     parser.add_argument("--slots", type=int, help="how many slots; what the last one gives stays, one node at least")
-    parser.add_argument("--slot-seconds", type=float, default=4.0)
-    parser.add_argument("--notice-seconds", type=float, default=10.0)
+    parser.add_argument("--slot-seconds", type=float, default=SLOT_SECONDS)
+    parser.add_argument("--notice-seconds", type=float, default=NOTICE_SECONDS)
     parser.add_argument("--nodes", type=int, default=3, help="the trace's largest count is this many nodes here")
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--seed", type=int, default=0, help="chooses the nodes that go")
@@ -339,11 +346,10 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="show what Ray and the workers log")
     parser.add_argument("--out", type=Path, default=Path("spot"), help="OUT.json and OUT.png are written")
     options = parser.parse_args()
-    slots, epochs = options.slots or (20 if options.quick else 43), options.epochs or (3 if options.quick else 4)
+    slots, epochs = options.slots or (20 if options.quick else SLOTS), options.epochs or (3 if options.quick else 4)
 
     trace = json.loads(options.trace.read_text())["data"]
-    counts = [-(-count * options.nodes // max(trace)) for count in trace[options.start : options.start + slots]]
-    counts[-1] = max(1, counts[-1])
+    counts = counts_of(trace, options.start, slots, options.nodes)
     storage = Path(os.environ.get("PIMM_RAY_STORAGE") or tempfile.mkdtemp(prefix="pimm_ray_spot_"))
     calm_facts, facts_folder = storage / "calm.facts", storage / "spot.facts"
     if not options.verbose:
